@@ -1,0 +1,10 @@
+"""Operators of LaplacianFormer. They need torch alone."""
+from .laplacian_attention import laplacian_attention
+from .laplacian_kernel import gaussian_kernel, laplacian_kernel
+from .landmarks import pool_landmarks
+from .newton_schulz import newton_schulz_inverse, newton_schulz_residual
+
+__all__ = [
+    'gaussian_kernel', 'laplacian_attention', 'laplacian_kernel',
+    'newton_schulz_inverse', 'newton_schulz_residual', 'pool_landmarks'
+]

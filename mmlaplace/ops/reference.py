@@ -1,0 +1,163 @@
+"""The truth every backend is held to: the formulas in plain torch.
+
+Inputs are taken as they come, in one dtype that is exact enough to compute
+in. The entry points beside this file check arguments and choose the dtype;
+``ops/README.md`` derives the formulas.
+"""
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+# On CUDA the backward of `torch.cdist` holds one float for each query, key
+# and channel. Query blocks of this many elements bound that buffer.
+_CDIST_BLOCK_ELEMENTS = 2**24
+
+
+def l1_distance(queries: Tensor, keys: Tensor) -> Tensor:
+    """Compute ``(..., N, M)`` distances sum_c |queries_c - keys_c|."""
+    batch_shape = torch.broadcast_shapes(queries.shape[:-2], keys.shape[:-2])
+    per_query = max(batch_shape.numel() * keys.shape[-2:].numel(), 1)
+    block = max(_CDIST_BLOCK_ELEMENTS // per_query, 1)
+    if queries.shape[-2] <= block:
+        return torch.cdist(queries, keys, p=1)
+    return torch.cat(
+        [torch.cdist(part, keys, p=1) for part in queries.split(block, -2)],
+        dim=-2)
+
+
+def laplacian_kernel(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Compute exp(-||q - k||_1 / scale) for every query and key."""
+    return torch.exp(l1_distance(queries, keys) / -scale)
+
+
+def gaussian_kernel(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Compute exp(-||q - k||_2^2 / (2 scale^2)) for every query and key."""
+    # Centred on the keys, so that the squared norms that cancel stay small.
+    # The result does not depend on the centre, hence the detach.
+    centre = keys.detach().sum(-2, keepdim=True) / max(keys.shape[-2], 1)
+    queries, keys = queries - centre, keys - centre
+    squared_distance = (
+        queries.square().sum(-1, keepdim=True) +
+        keys.square().sum(-1, keepdim=True).mT - 2 * queries @ keys.mT)
+    return torch.exp(squared_distance.clamp(min=0) / (-2 * scale**2))
+
+
+KERNELS = {'laplacian': laplacian_kernel, 'gaussian': gaussian_kernel}
+
+
+def pooling_matrix(size: int, bins: int, like: Tensor) -> Tensor:
+    """Build the ``(bins, size)`` matrix of 1-D adaptive average pooling.
+
+    Bin i averages the positions from floor(i size / bins) up to, not
+    including, ceil((i + 1) size / bins).
+    """
+    position = torch.arange(size, device=like.device)
+    index = torch.arange(bins, device=like.device)[:, None]
+    start = index * size // bins
+    end = ((index + 1) * size + bins - 1) // bins
+    inside = (position >= start) & (position < end)
+    return inside.to(like.dtype) / (end - start).to(like.dtype)
+
+
+def pool_landmarks(keys: Tensor, size: Tuple[int, int],
+                   grid: Tuple[int, int]) -> Tensor:
+    """Average the keys of each cell of a grid."""
+    (height, width), (rows, columns) = size, grid
+    leading, dims = keys.shape[:-2], keys.shape[-1]
+    # As two matrix products the pooling is deterministic on every device.
+    pooled = pooling_matrix(height, rows, keys) @ keys.reshape(
+        *leading, height, width * dims)
+    pooled = pooling_matrix(width, columns, keys) @ pooled.reshape(
+        *leading, rows, width, dims)
+    return pooled.reshape(*leading, rows * columns, dims)
+
+
+def add_to_diagonal(matrix: Tensor, value: float) -> Tensor:
+    """Compute matrix + value * I."""
+    return matrix + value * torch.eye(
+        matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+
+
+def newton_schulz_inverse(matrix: Tensor, num_iters: int, eps: float,
+                          positive_definite: bool) -> Tensor:
+    """Invert ``A = matrix + eps * I`` by X <- X + X (I - A X)."""
+    if matrix.numel() == 0:
+        return matrix
+    matrix = add_to_diagonal(matrix, eps)
+    identity = torch.eye(
+        matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    # The iteration runs on a matrix of unit Frobenius norm: it bounds the
+    # largest singular value, is smooth everywhere (the 1- and inf-norms have
+    # kinks at ties, where a truncated iteration has no gradient), and keeps
+    # every product in range. The result does not depend on `largest`, hence
+    # the detach. The floor makes a zero matrix yield its pseudo-inverse, 0.
+    limits = torch.finfo(matrix.dtype)
+    largest = matrix.detach().abs().amax((-2, -1), keepdim=True)
+    largest = largest.clamp(min=limits.tiny)
+    matrix = matrix / largest
+    norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    norm = norm.clamp(min=limits.tiny)
+    matrix = matrix / norm
+    inverse = identity.expand_as(matrix) if positive_definite else matrix.mT
+
+    # In exact arithmetic the residual falls at every step. Where rounding
+    # makes it rise, the limit of the dtype is reached and the matrix rests.
+    active = torch.ones((), dtype=torch.bool, device=matrix.device)
+    last_residual = float('inf')
+    for _ in range(num_iters):
+        error = identity - matrix @ inverse
+        residual = error.detach().abs().amax((-2, -1), keepdim=True)
+        active = active & (residual <= 1.1 * last_residual)
+        inverse = inverse + torch.where(active, inverse @ error, 0.0)
+        last_residual = residual
+    return (inverse / norm / largest).clamp(limits.min, limits.max)
+
+
+def newton_schulz_residual(matrix: Tensor, inverse: Tensor,
+                           eps: float) -> Tensor:
+    """Compute ||I - (matrix + eps I) inverse||_F of every matrix."""
+    product = add_to_diagonal(matrix, eps) @ inverse
+    return torch.linalg.vector_norm(
+        add_to_diagonal(-product, 1.0), dim=(-2, -1))
+
+
+def laplacian_attention(queries: Tensor, keys: Tensor, values: Tensor,
+                        landmarks: Optional[Tensor], gain: Optional[Tensor],
+                        scale: float, kernel: str, whitening: str,
+                        num_iters: int, eps: float) -> Tensor:
+    """Compute whitened Nystroem attention without an N x M matrix."""
+    kernel_function = KERNELS[kernel]
+    num_queries, num_keys = queries.shape[-2], keys.shape[-2]
+
+    if landmarks is None:
+        # P^-1 C_k is the identity: the kernel matrix itself, no solve.
+        query_kernel = kernel_function(queries, keys, scale)
+        weights = None
+    else:
+        query_kernel = kernel_function(queries, landmarks, scale)
+        inverse = newton_schulz_inverse(
+            kernel_function(landmarks, landmarks, scale),
+            num_iters,
+            eps,
+            positive_definite=True)
+        weights = inverse @ kernel_function(landmarks, keys, scale)
+
+    mixed = values
+    if whitening != 'none':
+        centred = query_kernel - query_kernel.mean(-2, keepdim=True)
+        if weights is None:
+            variance = centred.square().mean(-2)
+        else:
+            covariance = centred.mT @ centred / max(num_queries, 1)
+            variance = (weights * (covariance @ weights)).sum(-2)
+        mixed = values * torch.rsqrt(variance.clamp(min=0) + eps)[..., None]
+        # Centring the weighted values subtracts the row mean of the kernel.
+        mixed = mixed - mixed.mean(-2, keepdim=True)
+
+    output = query_kernel @ (mixed if weights is None else weights @ mixed)
+    if whitening != 'literal':
+        output = output / num_keys
+        if gain is not None:
+            output = output * gain.to(output.dtype)[..., None, None]
+    return output + values.mean(-2, keepdim=True)
