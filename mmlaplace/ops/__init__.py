@@ -1,7 +1,7 @@
 """Operators of LaplacianFormer. They need torch alone."""
+from .landmarks import pool_landmarks
 from .laplacian_attention import laplacian_attention
 from .laplacian_kernel import gaussian_kernel, laplacian_kernel
-from .landmarks import pool_landmarks
 from .newton_schulz import newton_schulz_inverse, newton_schulz_residual
 
 __all__ = [

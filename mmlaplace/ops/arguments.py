@@ -35,7 +35,9 @@ def check_tensors(**tensors: Tensor) -> None:
 
 def check_same_size(dim: int, **tensors: Tensor) -> None:
     """Require tensors that agree in the size of one dimension."""
-    if len({tensor.shape[dim] for tensor in tensors.values()}) > 1:
+    # Compared, not hashed: under torch.jit.trace sizes are tensors.
+    first, *others = (tensor.shape[dim] for tensor in tensors.values())
+    if any(other != first for other in others):
         shapes = {name: tuple(t.shape) for name, t in tensors.items()}
         raise ValueError(f'{", ".join(tensors)} must agree in dimension '
                          f'{dim}, got shapes {shapes}')

@@ -4,14 +4,20 @@ from typing import Optional
 from torch import Tensor
 
 from . import reference
-from .arguments import (check_choice, check_num_iters, check_positive,
-                        check_same_size, check_tensors, compute_in_float32)
+from .arguments import (
+    check_choice,
+    check_num_iters,
+    check_positive,
+    check_same_size,
+    check_tensors,
+    compute_in_float32,
+)
 
 WHITENINGS = ('scaled', 'literal', 'none')
 
 
 def check_attention_options(scale: float, kernel: str, whitening: str,
-                            num_iters: int, eps: float) -> None:
+                            solver: str, num_iters: int, eps: float) -> None:
     """Require options that :func:`laplacian_attention` can compute with.
 
     Raises:
@@ -20,6 +26,7 @@ def check_attention_options(scale: float, kernel: str, whitening: str,
     check_positive(scale=scale, eps=eps)
     check_choice(reference.KERNELS, kernel=kernel)
     check_choice(WHITENINGS, whitening=whitening)
+    check_choice(reference.SOLVERS, solver=solver)
     check_num_iters(num_iters)
 
 
@@ -27,10 +34,12 @@ def laplacian_attention(queries: Tensor,
                         keys: Tensor,
                         values: Tensor,
                         landmarks: Optional[Tensor] = None,
+                        query_landmarks: Optional[Tensor] = None,
                         gain: Optional[Tensor] = None,
                         scale: float = 4.0,
                         kernel: str = 'laplacian',
                         whitening: str = 'scaled',
+                        solver: str = 'newton_schulz',
                         num_iters: int = 12,
                         eps: float = 1e-3) -> Tensor:
     r"""Whitened Nystroem attention in time linear in the tokens.
@@ -58,6 +67,10 @@ def laplacian_attention(queries: Tensor,
         landmarks (Tensor, optional): ``(..., m, d)``. None takes the keys
             themselves, for which G is the exact kernel matrix and nothing is
             inverted; the cost is then N M d.
+        query_landmarks (Tensor, optional): ``(..., m, d)`` landmarks of the
+            queries, which take the place of L in the rows of P and in
+            :math:`\kappa(L, k)`, as the paper's text reads. P is then neither
+            symmetric nor well conditioned. Defaults to None.
         gain (Tensor, optional): The factor g, broadcast to the leading
             dimensions, such as ``(heads,)``; its dtype does not lift that of
             the result. None means 1.
@@ -66,7 +79,10 @@ def laplacian_attention(queries: Tensor,
         whitening (str): 'scaled' as above; 'literal' with g / M = 1 as
             published, which grows like the square root of M; 'none' with
             ``G v`` in place of the whitened sum. Defaults to 'scaled'.
-        num_iters (int): Newton-Schulz iterations. Defaults to 12.
+        solver (str): How the inverse of P is applied: 'newton_schulz';
+            'conjugate_gradient', for symmetric P only; or 'exact', by LU
+            factorization. Defaults to 'newton_schulz'.
+        num_iters (int): Iterations of the solver. Defaults to 12.
         eps (float): The :math:`\epsilon` above 0 of P and D.
             Defaults to 1e-3.
 
@@ -83,6 +99,9 @@ def laplacian_attention(queries: Tensor,
     points = dict(queries=queries, keys=keys)
     if landmarks is not None:
         tensors['landmarks'] = points['landmarks'] = landmarks
+    if query_landmarks is not None:
+        tensors['query_landmarks'] = query_landmarks
+        points['query_landmarks'] = query_landmarks
     check_tensors(**tensors)
     check_same_size(-1, **points)
     check_same_size(-2, keys=keys, values=values)
@@ -90,16 +109,26 @@ def laplacian_attention(queries: Tensor,
         if points[name].shape[-2] == 0:
             raise ValueError(f'{name} must hold 1 token or more, '
                              f'got shape {tuple(points[name].shape)}')
-    check_attention_options(scale, kernel, whitening, num_iters, eps)
+    check_attention_options(scale, kernel, whitening, solver, num_iters, eps)
+    if query_landmarks is not None:
+        if landmarks is None:
+            raise ValueError('query_landmarks need landmarks, got None')
+        check_same_size(
+            -2, landmarks=landmarks, query_landmarks=query_landmarks)
+        if solver == 'conjugate_gradient':
+            raise ValueError("solver 'conjugate_gradient' needs a symmetric "
+                             'P, so no query_landmarks')
     return compute_in_float32(
         reference.laplacian_attention,
         queries,
         keys,
         values,
         landmarks,
+        query_landmarks,
         gain=gain,
         scale=scale,
         kernel=kernel,
         whitening=whitening,
+        solver=solver,
         num_iters=num_iters,
         eps=eps)

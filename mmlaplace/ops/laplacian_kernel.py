@@ -2,8 +2,12 @@
 from torch import Tensor
 
 from . import reference
-from .arguments import (check_positive, check_same_size, check_tensors,
-                        compute_in_float32)
+from .arguments import (
+    check_positive,
+    check_same_size,
+    check_tensors,
+    compute_in_float32,
+)
 
 
 def _kernel_matrix(function, queries: Tensor, keys: Tensor,

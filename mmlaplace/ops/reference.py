@@ -122,10 +122,54 @@ def newton_schulz_residual(matrix: Tensor, inverse: Tensor,
         add_to_diagonal(-product, 1.0), dim=(-2, -1))
 
 
+def conjugate_gradient(matrix: Tensor, right: Tensor,
+                       num_iters: int) -> Tensor:
+    """Solve ``matrix @ x = right`` for symmetric positive definite matrices.
+
+    Each column of ``right`` is a system of its own (Hestenes and Stiefel,
+    1952).
+    """
+    solution = torch.zeros_like(right)
+    residual = direction = right
+    power = residual.square().sum(-2, keepdim=True)
+    # A solved column rests: its step would be 0 / 0.
+    floor = torch.finfo(right.dtype).eps**2 * power.detach()
+    for _ in range(num_iters):
+        active = power > floor
+        product = matrix @ direction
+        curvature = (direction * product).sum(-2, keepdim=True)
+        step = torch.where(active, power, 0.0) / torch.where(
+            active, curvature, 1.0)
+        solution = solution + step * direction
+        residual = residual - step * product
+        last_power = power
+        power = residual.square().sum(-2, keepdim=True)
+        direction = residual + direction * torch.where(
+            active, power, 0.0) / torch.where(active, last_power, 1.0)
+    return solution
+
+
+SOLVERS = ('newton_schulz', 'conjugate_gradient', 'exact')
+
+
+def solve(matrix: Tensor, right: Tensor, solver: str, num_iters: int,
+          eps: float, positive_definite: bool) -> Tensor:
+    """Solve ``(matrix + eps * I) @ x = right``."""
+    if solver == 'newton_schulz':
+        return newton_schulz_inverse(matrix, num_iters, eps,
+                                     positive_definite) @ right
+    damped = add_to_diagonal(matrix, eps)
+    if solver == 'exact':
+        return torch.linalg.solve(damped, right)
+    return conjugate_gradient(damped, right, num_iters)
+
+
 def laplacian_attention(queries: Tensor, keys: Tensor, values: Tensor,
-                        landmarks: Optional[Tensor], gain: Optional[Tensor],
-                        scale: float, kernel: str, whitening: str,
-                        num_iters: int, eps: float) -> Tensor:
+                        landmarks: Optional[Tensor],
+                        query_landmarks: Optional[Tensor],
+                        gain: Optional[Tensor], scale: float, kernel: str,
+                        whitening: str, solver: str, num_iters: int,
+                        eps: float) -> Tensor:
     """Compute whitened Nystroem attention without an N x M matrix."""
     kernel_function = KERNELS[kernel]
     num_queries, num_keys = queries.shape[-2], keys.shape[-2]
@@ -136,12 +180,14 @@ def laplacian_attention(queries: Tensor, keys: Tensor, values: Tensor,
         weights = None
     else:
         query_kernel = kernel_function(queries, landmarks, scale)
-        inverse = newton_schulz_inverse(
-            kernel_function(landmarks, landmarks, scale),
+        left = landmarks if query_landmarks is None else query_landmarks
+        weights = solve(
+            kernel_function(left, landmarks, scale),
+            kernel_function(left, keys, scale),
+            solver,
             num_iters,
             eps,
-            positive_definite=True)
-        weights = inverse @ kernel_function(landmarks, keys, scale)
+            positive_definite=query_landmarks is None)
 
     mixed = values
     if whitening != 'none':

@@ -22,9 +22,9 @@ def example(num_queries=20, num_keys=24, num_landmarks=6, dims=8,
             tokens(*batch, num_landmarks, dims, dtype=dtype))
 
 
-def dense_attention(queries, keys, values, landmarks=None, gain=1.0,
-                    scale=4.0, kernel='laplacian', whitening='scaled',
-                    eps=1e-3):
+def dense_attention(queries, keys, values, landmarks=None,
+                    query_landmarks=None, gain=1.0, scale=4.0,
+                    kernel='laplacian', whitening='scaled', eps=1e-3):
     """The formulas with the N x M matrix written out."""
 
     def kernel_matrix(x, y):
@@ -36,10 +36,11 @@ def dense_attention(queries, keys, values, landmarks=None, gain=1.0,
     if landmarks is None:
         attention = kernel_matrix(queries, keys)
     else:
-        damped = kernel_matrix(landmarks, landmarks) + eps * torch.eye(
+        left = landmarks if query_landmarks is None else query_landmarks
+        damped = kernel_matrix(left, landmarks) + eps * torch.eye(
             landmarks.shape[-2], dtype=queries.dtype)
         attention = kernel_matrix(queries, landmarks) @ torch.linalg.inv(
-            damped) @ kernel_matrix(landmarks, keys)
+            damped) @ kernel_matrix(left, keys)
     if whitening != 'none':
         deviation = attention.var(-2, correction=0, keepdim=True)
         row_mean = attention.mean(-1, keepdim=True)
@@ -65,6 +66,36 @@ def test_equals_dense_computation(kernel, whitening, with_landmarks):
         dense_attention(queries, keys, values, **options),
         rtol=0,
         atol=1e-9)
+
+
+@pytest.mark.parametrize('solver',
+                         ['newton_schulz', 'conjugate_gradient', 'exact'])
+def test_every_solver_converges_to_the_dense_computation(solver):
+    queries, keys, values, landmarks = example()
+    torch.testing.assert_close(
+        laplacian_attention(
+            queries, keys, values, landmarks, solver=solver, num_iters=50),
+        dense_attention(queries, keys, values, landmarks),
+        rtol=0,
+        atol=1e-9)
+
+
+@pytest.mark.parametrize('solver', ['newton_schulz', 'exact'])
+def test_landmarks_of_queries_and_keys(solver):
+    queries, keys, values, landmarks = example(num_landmarks=4)
+    query_landmarks = tokens(2, 3, 4, 8)
+    torch.testing.assert_close(
+        laplacian_attention(
+            queries,
+            keys,
+            values,
+            landmarks,
+            query_landmarks,
+            solver=solver,
+            num_iters=100),
+        dense_attention(queries, keys, values, landmarks, query_landmarks),
+        rtol=1e-8,
+        atol=1e-8)
 
 
 def test_equals_dense_computation_on_an_image():
@@ -126,9 +157,13 @@ def test_any_memory_layout():
         dense_attention(queries, keys, values, landmarks))
 
 
-@pytest.mark.parametrize('whitening', WHITENINGS)
+@pytest.mark.parametrize('whitening, solver',
+                         [*((whitening, 'newton_schulz')
+                            for whitening in WHITENINGS),
+                          ('scaled', 'conjugate_gradient'),
+                          ('scaled', 'exact')])
 @pytest.mark.parametrize('with_landmarks', [True, False])
-def test_gradcheck(whitening, with_landmarks):
+def test_gradcheck(whitening, solver, with_landmarks):
     """At the default iteration count, whatever it leaves of a residual."""
     inputs = [x.requires_grad_() for x in example(5, 6, 3, 2, 2, batch=(2, ))]
     gain = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
@@ -139,8 +174,9 @@ def test_gradcheck(whitening, with_landmarks):
             keys,
             values,
             landmarks if with_landmarks else None,
-            gain,
-            whitening=whitening)
+            gain=gain,
+            whitening=whitening,
+            solver=solver)
 
     assert torch.autograd.gradcheck(function, (*inputs, gain))
 
@@ -230,13 +266,17 @@ def test_error_at_most_twice_that_of_plain_torch(dtype):
 @pytest.mark.parametrize('value', [0.0, 1.0, 255.0, -1e4])
 @pytest.mark.parametrize('whitening', WHITENINGS)
 @pytest.mark.parametrize('with_landmarks', [True, False])
-def test_constant_input_stays_finite(value, whitening, with_landmarks):
+@pytest.mark.parametrize('solver',
+                         ['newton_schulz', 'conjugate_gradient', 'exact'])
+def test_constant_input_stays_finite(value, whitening, with_landmarks,
+                                     solver):
     """All landmarks equal: a kernel matrix of rank one."""
     inputs = [
         torch.full((2, 49, 8), value, requires_grad=True) for _ in range(3)
     ]
     landmarks = inputs[1][:, :9] if with_landmarks else None
-    result = laplacian_attention(*inputs, landmarks, whitening=whitening)
+    result = laplacian_attention(
+        *inputs, landmarks, whitening=whitening, solver=solver)
     result.square().sum().backward()
     assert result.isfinite().all()
     assert all(x.grad.isfinite().all() for x in inputs)
@@ -289,5 +329,16 @@ def test_bad_arguments():
         laplacian_attention(queries, keys, values, eps=0)
     with pytest.raises(ValueError, match='num_iters .* got -1'):
         laplacian_attention(queries, keys, values, num_iters=-1)
+    with pytest.raises(ValueError, match="'newton_schulz'.* got 'qr'"):
+        laplacian_attention(queries, keys, values, solver='qr')
+    with pytest.raises(ValueError, match='query_landmarks need landmarks'):
+        laplacian_attention(
+            queries, keys, values, query_landmarks=landmarks)
+    with pytest.raises(ValueError, match='agree in dimension -2'):
+        laplacian_attention(queries, keys, values, landmarks,
+                            landmarks[..., :-1, :])
+    with pytest.raises(ValueError, match='needs a symmetric P'):
+        laplacian_attention(queries, keys, values, landmarks, landmarks,
+                            solver='conjugate_gradient')
     with pytest.raises(TypeError, match='mask'):
         laplacian_attention(queries, keys, values, mask=None)

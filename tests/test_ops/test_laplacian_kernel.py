@@ -177,7 +177,7 @@ def test_bad_tensors():
         laplacian_kernel(points(4, 3), points(5, 3).to('meta'))
 
 
-MEASURE_PEAK = '''
+MEASURE_PEAK = """
 import re, torch
 from mmlaplace.ops import laplacian_kernel
 def peak():
@@ -191,7 +191,7 @@ def run(tokens):
     return peak() - before
 run(64)
 print(run(16800))
-'''
+"""
 
 
 @pytest.mark.skipif(

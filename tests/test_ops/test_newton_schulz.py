@@ -1,8 +1,11 @@
 import pytest
 import torch
 
-from mmlaplace.ops import (laplacian_kernel, newton_schulz_inverse,
-                           newton_schulz_residual)
+from mmlaplace.ops import (
+    laplacian_kernel,
+    newton_schulz_inverse,
+    newton_schulz_residual,
+)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
