@@ -6,8 +6,10 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from ..ops import laplacian_attention, pool_landmarks
+from ..ops.arguments import check_choice
 from ..ops.laplacian_attention import check_attention_options
 
+LANDMARK_SOURCES = ('keys', 'queries_and_keys')
 _ROPE_BASE = 100.0
 
 
@@ -68,8 +70,13 @@ class LaplacianAttention(BaseModule):
         landmark_ratio (int, optional): Takes the place of ``landmark_grid``
             where given: tokens per landmark down and across. The number of
             landmarks then grows with the image. Defaults to None.
+        landmark_source (str): 'keys', whose averages serve both sides of
+            the kernel, or 'queries_and_keys' with averages of each, as the
+            paper's text reads. Defaults to 'keys'.
         scale (float): Length scale of the kernel. Defaults to 4.0.
-        num_iters (int): Newton-Schulz iterations. Defaults to 12.
+        solver (str): 'newton_schulz', 'conjugate_gradient' or 'exact'.
+            Defaults to 'newton_schulz'.
+        num_iters (int): Iterations of the solver. Defaults to 12.
         eps (float): Damping of landmark kernel and whitening.
             Defaults to 1e-3.
         whitening (str): 'scaled', 'literal' or 'none'.
@@ -88,7 +95,9 @@ class LaplacianAttention(BaseModule):
                  num_heads: int,
                  landmark_grid: Sequence[int] = (7, 7),
                  landmark_ratio: Optional[int] = None,
+                 landmark_source: str = 'keys',
                  scale: float = 4.0,
+                 solver: str = 'newton_schulz',
                  num_iters: int = 12,
                  eps: float = 1e-3,
                  whitening: str = 'scaled',
@@ -108,14 +117,23 @@ class LaplacianAttention(BaseModule):
         if landmark_ratio is not None and landmark_ratio < 1:
             raise ValueError('landmark_ratio must be 1 or more, '
                              f'got {landmark_ratio}')
-        check_attention_options(scale, kernel, whitening, num_iters, eps)
+        check_choice(
+            LANDMARK_SOURCES, landmark_source=landmark_source)
+        check_attention_options(scale, kernel, whitening, solver, num_iters,
+                                eps)
+        if (landmark_source, solver) == ('queries_and_keys',
+                                         'conjugate_gradient'):
+            raise ValueError("solver 'conjugate_gradient' needs "
+                             "landmark_source 'keys', got 'queries_and_keys'")
         self.num_heads = num_heads
         self.head_dims = embed_dims // num_heads
         self.landmark_grid = tuple(landmark_grid)
         self.landmark_ratio = landmark_ratio
+        self.landmark_source = landmark_source
         self.rope = rope
         self.options = dict(
             scale=scale,
+            solver=solver,
             num_iters=num_iters,
             eps=eps,
             whitening=whitening,
@@ -162,9 +180,14 @@ class LaplacianAttention(BaseModule):
                 table = rotary_table(size, self.head_dims, x)
             queries, keys = rotate(queries, table), rotate(keys, table)
         grid = self.landmark_size(size)
-        landmarks = None if grid == size else pool_landmarks(keys, size, grid)
-        attended = laplacian_attention(
-            queries, keys, values, landmarks, gain=self.gain, **self.options)
+        landmarks = query_landmarks = None
+        if grid != size:
+            landmarks = pool_landmarks(keys, size, grid)
+            if self.landmark_source == 'queries_and_keys':
+                query_landmarks = pool_landmarks(queries, size, grid)
+        attended = laplacian_attention(queries, keys, values, landmarks,
+                                       query_landmarks, self.gain,
+                                       **self.options)
         attended = attended.transpose(1, 2).reshape(batch, tokens, channels)
         local = self.local(image).flatten(2).transpose(1, 2)
         return self.proj(attended + local)
@@ -177,5 +200,6 @@ class LaplacianAttention(BaseModule):
             landmarks = f'landmark_grid={self.landmark_grid}'
         options = ', '.join(
             f'{name}={value}' for name, value in self.options.items())
-        return (f'num_heads={self.num_heads}, {landmarks}, {options}, '
+        return (f'num_heads={self.num_heads}, {landmarks}, '
+                f'landmark_source={self.landmark_source}, {options}, '
                 f'rope={self.rope}')

@@ -8,7 +8,7 @@ from mmcv.cnn.bricks import DropPath
 from mmcv.cnn.bricks.transformer import FFN
 from mmengine.model import BaseModule, ModuleList, Sequential
 from mmengine.utils import is_seq_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..registry import MODELS
@@ -115,8 +115,14 @@ class LaplacianFormer(BaseModule):
             across, for each stage, or for the first stage and halved from
             stage to stage. The number of landmarks, and the cost of their
             inverse, then grow with the image. Defaults to None.
+        landmark_source (str): 'keys', or 'queries_and_keys' as the paper's
+            text reads, which is neither symmetric nor well conditioned.
+            Defaults to 'keys'.
         scale (float): Length scale of the kernel. Defaults to 4.0.
-        num_iters (int): Newton-Schulz iterations. Defaults to 12.
+        solver (str): 'newton_schulz', 'conjugate_gradient' or 'exact', see
+            :func:`mmlaplace.ops.laplacian_attention`.
+            Defaults to 'newton_schulz'.
+        num_iters (int): Iterations of the solver. Defaults to 12.
         eps (float): Damping of landmark kernel and whitening.
             Defaults to 1e-3.
         whitening (str): 'scaled', 'literal' or 'none', see
@@ -128,8 +134,12 @@ class LaplacianFormer(BaseModule):
             there is no learned position table. Defaults to True.
         conv_norm_cfg (dict): Norm of stem and downsampling.
             Defaults to ``dict(type='BN')``.
-        norm_cfg (dict): Norm of blocks and outputs.
+        norm_cfg (dict): Norm of the blocks.
             Defaults to ``dict(type='LN', eps=1e-6)``.
+        out_norm_cfg (dict): Norm of the outputs. The default takes mean and
+            variance over all of an image's map. A LayerNorm per token would
+            hide from dense heads how strongly each place responds.
+            Defaults to ``dict(type='GN', num_groups=1)``.
         init_cfg (dict | list[dict], optional): Initialization config. None
             draws linear layers from a truncated normal distribution.
 
@@ -153,7 +163,7 @@ class LaplacianFormer(BaseModule):
         'medium':
         dict(
             embed_dims=[64, 128, 288, 512],
-            depths=[1, 3, 29, 5],
+            depths=[1, 3, 25, 5],
             num_heads=[2, 4, 9, 16]),
         'large':
         dict(
@@ -179,7 +189,9 @@ class LaplacianFormer(BaseModule):
                  stem_channels: int = 32,
                  landmark_grid: Sequence[int] = (7, 7),
                  landmark_ratio: Union[int, Sequence[int], None] = None,
+                 landmark_source: str = 'keys',
                  scale: float = 4.0,
+                 solver: str = 'newton_schulz',
                  num_iters: int = 12,
                  eps: float = 1e-3,
                  whitening: str = 'scaled',
@@ -187,6 +199,7 @@ class LaplacianFormer(BaseModule):
                  rope: bool = True,
                  conv_norm_cfg: dict = dict(type='BN'),
                  norm_cfg: dict = dict(type='LN', eps=1e-6),
+                 out_norm_cfg: dict = dict(type='GN', num_groups=1),
                  init_cfg: Union[dict, Sequence[dict], None] = None):
         if init_cfg is None:
             init_cfg = dict(type='TruncNormal', layer='Linear', std=0.02)
@@ -234,15 +247,18 @@ class LaplacianFormer(BaseModule):
                         attn_cfg=dict(
                             landmark_grid=landmark_grid,
                             landmark_ratio=ratios[i],
+                            landmark_source=landmark_source,
                             scale=scale,
+                            solver=solver,
                             num_iters=num_iters,
                             eps=eps,
                             whitening=whitening,
                             kernel=kernel,
                             rope=rope)) for _ in range(depths[i])))
             if i in self.out_indices:
-                self.add_module(f'norm{i}',
-                                build_norm_layer(norm_cfg, embed_dims[i])[1])
+                self.add_module(
+                    f'norm{i}',
+                    build_norm_layer(out_norm_cfg, embed_dims[i])[1])
         self._freeze_stages()
 
     def _parse_arch(self, arch: Union[str, dict]) -> Tuple[list, list, list]:
@@ -297,10 +313,9 @@ class LaplacianFormer(BaseModule):
                         block, x, size, table, use_reentrant=False)
                 else:
                     x = block(x, size, table)
-            if i in self.out_indices:
-                output = getattr(self, f'norm{i}')(x)
-                outputs.append(output.transpose(1, 2).unflatten(2, size))
             x = x.transpose(1, 2).unflatten(2, size)
+            if i in self.out_indices:
+                outputs.append(getattr(self, f'norm{i}')(x))
         return tuple(outputs)
 
     def train(self, mode: bool = True) -> 'LaplacianFormer':

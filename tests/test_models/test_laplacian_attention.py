@@ -19,8 +19,8 @@ def test_equals_the_parts_written_out():
     table = rotary_table(size, 8, x)
     queries, keys = rotate(queries, table), rotate(keys, table)
     landmarks = pool_landmarks(keys, size, (2, 3))
-    attended = laplacian_attention(queries, keys, values, landmarks,
-                                   layer.gain)
+    attended = laplacian_attention(
+        queries, keys, values, landmarks, gain=layer.gain)
     attended = attended.transpose(1, 2).flatten(2)
     image = values.transpose(1, 2).flatten(2).mT.unflatten(2, size)
     local = layer.local(image).flatten(2).mT
@@ -106,7 +106,11 @@ def test_repr_names_the_attention():
      (dict(scale=0), 'scale .* got 0'), (dict(eps=0), 'eps .* got 0'),
      (dict(num_iters=-1), 'num_iters .* got -1'),
      (dict(kernel='cauchy'), "kernel .* got 'cauchy'"),
-     (dict(whitening='white'), "whitening .* got 'white'")])
+     (dict(whitening='white'), "whitening .* got 'white'"),
+     (dict(solver='qr'), "solver .* got 'qr'"),
+     (dict(landmark_source='all'), "landmark_source .* got 'all'"),
+     (dict(landmark_source='queries_and_keys', solver='conjugate_gradient'),
+      "needs landmark_source 'keys'")])
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         LaplacianAttention(8, **dict(dict(num_heads=2), **arguments))

@@ -90,7 +90,7 @@ def test_builds_by_name_from_any_registry(scope):
     """In a process that has imported neither the package nor its models."""
     if scope != 'mmengine':
         pytest.importorskip(scope)
-    code = f'''
+    code = f"""
 from mmengine import DefaultScope
 from {scope}.registry import MODELS
 for _ in range(2):
@@ -101,7 +101,7 @@ try:
     MODELS.build(dict(type='mmlaplace.LaplaceFormer'))
 except KeyError:
     print('KeyError')
-'''
+"""
     output = subprocess.run([sys.executable, '-c', code],
                             capture_output=True,
                             text=True)
@@ -236,6 +236,9 @@ def test_published_pooling_at_224():
     dict(whitening='literal'),
     dict(whitening='none'),
     dict(rope=False),
+    dict(solver='exact'),
+    dict(solver='conjugate_gradient'),
+    dict(landmark_source='queries_and_keys'),
     dict(scale=1.0, num_iters=3, eps=0.1),
 ])
 def test_every_option_changes_the_output(options):
