@@ -30,15 +30,17 @@ def allow_mmengine_checkpoints() -> None:
     """
     if torch.__version__ < (2, 6):
         return
-    reconstruct = np.empty(0).__reduce__()[0]
+    array, scalar = np.ones(1), np.float64(1)
     torch.serialization.add_safe_globals([
         HistoryBuffer,
         (_history_statistic, 'builtins.getattr'),
         np.ndarray,
         np.dtype,
+        type(np.dtype(np.float32)),
         type(np.dtype(np.float64)),
         type(np.dtype(np.int64)),
         # numpy 1 and 2 name the module differently, and files travel.
-        (reconstruct, 'numpy.core.multiarray._reconstruct'),
-        (reconstruct, 'numpy._core.multiarray._reconstruct'),
+        *((value.__reduce__()[0], f'numpy.{core}.multiarray.{name}')
+          for value, name in ((array, '_reconstruct'), (scalar, 'scalar'))
+          for core in ('core', '_core')),
     ])
