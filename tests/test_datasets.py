@@ -7,9 +7,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmlaplace.datasets import (CLASSES, digits, split_digits,
-                                write_classification_set,
-                                write_detection_set)
+from mmlaplace.datasets import (
+    CLASSES,
+    digits,
+    split_digits,
+    write_classification_set,
+    write_detection_set,
+)
 
 datasets = pytest.importorskip(
     'sklearn.datasets', reason='the digits travel inside scikit-learn')
@@ -335,8 +339,8 @@ def test_mmdet_reads_boxes_and_masks(detection):
 
 def test_coco_metric_scores_truth_as_perfect(detection):
     dataset = coco_dataset(detection, 'val')
-    from mmdet.evaluation import CocoMetric
     import torch
+    from mmdet.evaluation import CocoMetric
     metric = CocoMetric(
         ann_file=str(detection / 'annotations' / 'instances_val.json'),
         metric=['bbox', 'segm'])
