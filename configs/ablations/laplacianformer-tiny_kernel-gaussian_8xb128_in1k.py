@@ -1,0 +1,3 @@
+_base_ = '../classification/laplacianformer-tiny_8xb128_in1k.py'
+
+model = dict(backbone=dict(kernel='gaussian'))

@@ -1,0 +1,12 @@
+_base_ = [
+    '../_base_/models/laplacianformer/small.py',
+    '../_base_/models/mask-rcnn_laplacianformer_fpn.py',
+    '../_base_/datasets/coco_instance_ms.py',
+    '../_base_/schedules/coco_3x_adamw.py',
+    'mmdet::_base_/default_runtime.py',
+]
+
+model = dict(
+    backbone=dict(
+        **_base_.backbone, init_cfg=dict(checkpoint=_base_.checkpoint)),
+    neck=dict(in_channels=_base_.embed_dims))
