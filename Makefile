@@ -1,0 +1,18 @@
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test clean
+
+help:  ## Show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+setup:  ## Create .venv with all that is needed (PYTHON=, MAX_JOBS=)
+	@bash tools/setup_env.sh
+
+demo: setup  ## Train a small model and show what it learnt
+	.venv/bin/python tools/quickstart.py
+
+test: setup  ## Run the tests
+	.venv/bin/python -m pytest tests
+
+clean:  ## Remove .venv and all build products
+	rm -rf .venv build dist *.egg-info mmlaplace/.mim .pytest_cache .ruff_cache
+	find mmlaplace configs tools tests -name __pycache__ -prune -exec rm -rf {} +
