@@ -7,7 +7,7 @@ help:  ## Show this list
 setup:  ## Create .venv with all that is needed (PYTHON=, MAX_JOBS=)
 	@bash tools/setup_env.sh
 
-demo: setup  ## Train a small model and show what it learnt
+demo: setup  ## Train, evaluate and try three small models
 	.venv/bin/python tools/quickstart.py
 
 test: setup  ## Run the tests

@@ -86,10 +86,11 @@ def apply_launcher_arguments(cfg: Config, args: argparse.Namespace) -> None:
     elif cfg.get('work_dir') is None:
         cfg.work_dir = str(Path('work_dirs', Path(args.config).stem))
     if args.launcher == 'pytorch' and not torch.cuda.is_available():
-        # mmengine's own start presumes a card in each process.
+        # mmengine would presume a card in each process.
         torch.distributed.init_process_group('gloo')
         cfg.model_wrapper_cfg = dict(
             type='MMDistributedDataParallel',
+            device_ids=None,
             broadcast_buffers=False,
             find_unused_parameters=cfg.get('find_unused_parameters', False))
 

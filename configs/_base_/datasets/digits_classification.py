@@ -7,7 +7,7 @@ data_preprocessor = dict(
 
 train_pipeline = [
     dict(type='LoadImageFromFile'),
-    dict(type='RandomCrop', crop_size=32, padding=4),
+    dict(type='RandomResizedCrop', scale=32, crop_ratio_range=(0.6, 1.0)),
     dict(type='PackInputs'),
 ]
 test_pipeline = [
