@@ -10,9 +10,6 @@ import time
 from pathlib import Path
 from typing import List
 
-from rich.console import Console
-from rich.table import Table
-
 ROOT = Path(__file__).resolve().parent.parent
 DIGITS = Path('data/digits')
 # Config, its metrics and the held-out images it is tried on.
@@ -45,7 +42,7 @@ def spread(images: List[Path], count: int) -> List[Path]:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    table = Table('model', 'held-out result', 'training', 'pictures')
+    summary = []
     run('prepare_digits.py', '--out', str(DIGITS))
     for name, (metrics, pattern) in MODELS.items():
         config = str(ROOT / 'configs' / 'quickstart' / f'{name}.py')
@@ -59,12 +56,12 @@ def main() -> None:
         pictures = work_dir / 'pictures'
         images = spread(sorted(DIGITS.glob(pattern)), NUM_PICTURES)
         run('image_demo.py', config, checkpoint, *map(str, images),
-            '--out-dir', str(pictures))
-        table.add_row(
-            name, ', '.join(f'{metric} {measured[metric]:.3f}'
-                            for metric in metrics), f'{seconds:.0f} s',
-            str(pictures))
-    Console().print(table)
+            '--out-dir', str(pictures), '--score-thr', '0.5')
+        results = ', '.join(
+            f'{metric} {measured[metric]:.3f}' for metric in metrics)
+        summary.append(f'{name}: {results} on held-out images, trained in '
+                       f'{seconds:.0f} s, pictures in {pictures}')
+    print(*summary, sep='\n')
 
 
 if __name__ == '__main__':

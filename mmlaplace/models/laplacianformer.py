@@ -277,6 +277,9 @@ class LaplacianFormer(BaseModule):
         if len(lengths) > 1 or not 1 <= lengths.pop() <= 4:
             raise ValueError('embed_dims, depths and num_heads of arch must '
                              f'agree in length, from 1 to 4, got {arch}')
+        if min(arch['depths']) < 1:
+            raise ValueError('depths of arch must be 1 or more, '
+                             f'got {arch["depths"]}')
         return tuple(arch[key] for key in keys)
 
     def forward(self, x: Tensor) -> Tuple[Tensor, ...]:

@@ -75,10 +75,9 @@ def compute_in_float32(function: Callable[..., Tensor],
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in given))
     compute_dtype = torch.promote_types(dtype, torch.float32)
     device_type = given[0].device.type
-    if torch.amp.is_autocast_available(device_type):
-        context = torch.autocast(device_type, enabled=False)
-    else:
-        context = nullcontext()
+    # Nothing is computed on the meta device, which autocast does not know.
+    context = (nullcontext() if device_type == 'meta' else torch.autocast(
+        device_type, enabled=False))
     with context:
         result = function(
             *(tensor if tensor is None else tensor.to(compute_dtype)

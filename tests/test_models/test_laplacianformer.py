@@ -341,6 +341,7 @@ def test_other_image_size_needs_no_resize():
      (dict(arch=3), TypeError, 'name or a dict, got 3'),
      (dict(arch=dict(depths=[1])), ValueError, r"keys .* got \('depths',\)"),
      (dict(arch=dict(NANO, depths=[1, 1])), ValueError, 'agree in length'),
+     (dict(arch=dict(NANO, depths=[1, 0, 1, 1])), ValueError, 'depths .* 0'),
      (dict(out_indices=()), ValueError, r'out_indices .* got \(\)'),
      (dict(out_indices=(0, 4)), ValueError, 'out_indices .* 0 to 3'),
      (dict(frozen_stages=5), ValueError, 'frozen_stages .* -1 to 4, got 5'),

@@ -120,6 +120,14 @@ def test_empty(kernel, expanded, shapes):
     assert torch.equal(keys.grad, torch.zeros_like(keys))
 
 
+def test_more_matrices_than_a_grid_has_rows():
+    """Beyond 65,535, where kernels with the batch on a grid axis fail."""
+    queries, keys = points(70000, 2, 1), points(70000, 3, 1)
+    torch.testing.assert_close(
+        laplacian_kernel(queries, keys),
+        expanded_laplacian(queries, keys, 4.0))
+
+
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('autocast', [False, True])
 def test_precision(dtype, autocast):

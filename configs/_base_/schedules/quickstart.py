@@ -1,6 +1,6 @@
 # AdamW with a short warm-up and a cosine, counted in epochs of the data at
 # hand; no decay on norms, biases and gains.
-max_epochs = 6
+max_epochs = 5
 train_cfg = dict(by_epoch=True, max_epochs=max_epochs, val_interval=2)
 val_cfg = dict()
 test_cfg = dict()
