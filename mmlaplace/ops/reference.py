@@ -84,9 +84,9 @@ def newton_schulz_inverse(matrix: Tensor, num_iters: int, eps: float,
     """Invert ``A = matrix + eps * I`` by X <- X + X (I - A X)."""
     if matrix.numel() == 0:
         return matrix
-    matrix = add_to_diagonal(matrix, eps)
     identity = torch.eye(
         matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    matrix = matrix + eps * identity
     # The iteration runs on a matrix of unit Frobenius norm: it bounds the
     # largest singular value, is smooth everywhere (the 1- and inf-norms have
     # kinks at ties, where a truncated iteration has no gradient), and keeps

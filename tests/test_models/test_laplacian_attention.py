@@ -39,7 +39,9 @@ def test_rotation_keeps_lengths_and_depends_on_offsets_only():
     # The same offset of (2, 3) from three places.
     torch.testing.assert_close(products[0, 0, 2, 3], products[3, 5, 5, 8])
     torch.testing.assert_close(products[0, 0, 2, 3], products[1, 2, 3, 5])
-    # Rows and columns are told apart.
+    # It depends on the row, on the column, and tells them apart.
+    assert (products[0, 0, 0, 0] - products[0, 0, 3, 0]).abs() > 1e-3
+    assert (products[0, 0, 0, 0] - products[0, 0, 0, 3]).abs() > 1e-3
     assert (products[0, 0, 2, 3] - products[0, 0, 3, 2]).abs() > 1e-3
 
 
