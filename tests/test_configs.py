@@ -541,3 +541,15 @@ def test_get_flops_tells_errors_in_a_line(arguments, error, monkeypatch,
     message = capsys.readouterr().err.splitlines()
     assert error in message[-1]
     assert message[-1].startswith('error: ')
+
+
+def test_readme_config(tmp_path):
+    """The ten lines that the README gives for a config of mmdet."""
+    readme = (ROOT / 'README.md').read_text('utf-8')
+    path = tmp_path / 'config.py'
+    path.write_text(re.search('```python\n(_base_.*?)```', readme, re.S)[1])
+    cfg = Config.fromfile(path)
+    assert cfg.optim_wrapper.optimizer.keys() == {'type', 'lr', 'weight_decay'}
+    model = build_on_meta(cfg)
+    assert isinstance(model.backbone, LaplacianFormer)
+    assert len(model.neck.lateral_convs) == 4

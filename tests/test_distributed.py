@@ -21,7 +21,7 @@ def free_port():
 
 
 # Two steps each: the second finds the parameters that the first left unused.
-TRAIN_ALL_VARIANTS = '''
+TRAIN_ALL_VARIANTS = """
 import itertools
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -49,7 +49,7 @@ for out_indices, frozen in itertools.product(subsets, range(-1, 5)):
     trained += 1
 if torch.distributed.get_rank() == 0:
     print('trained', trained)
-'''
+"""
 
 
 def launch(*command, **variables):

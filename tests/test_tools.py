@@ -242,6 +242,10 @@ def test_bad_arguments_end_in_one_line(error, classifier, classifier_options,
         assert '--amp needs a GPU' in error('train.py', CLASSIFIER, '--amp')
     assert "'no.pth', from load_from, does not exist" in error(
         'train.py', CLASSIFIER, *options, 'load_from=no.pth')
+    assert "'no.pth', from model.backbone.init_cfg.checkpoint" in error(
+        'train.py', CLASSIFIER, *options,
+        'model.backbone.init_cfg.type=Pretrained',
+        'model.backbone.init_cfg.checkpoint=no.pth')
     assert '--tta is for boxes alone' in error('test.py', DETECTOR,
                                                checkpoint, '--tta')
     assert 'no pictures with --tta' in error('test.py', CLASSIFIER,
