@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmengine import Config
+from mmengine.registry import MODELS, DefaultScope
 
 from mmlaplace.checkpoint import allow_mmengine_checkpoints
 
@@ -134,6 +136,27 @@ def test_classifier_trains_as_in_one_process(digits, tmp_path):
               processes) for processes in (1, 2)
     ]
     assert_same_training(*runs, iterations=20)
+
+
+def test_two_processes_evaluate_every_image_once(digits, tmp_path):
+    pytest.importorskip('mmpretrain')
+    config = QUICKSTART / 'laplacianformer-nano_digits.py'
+    cfg = Config.fromfile(config)
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
+        model = MODELS.build(cfg.model)
+    # A bias that decides makes the accuracy the share of that class.
+    torch.nn.init.zeros_(model.head.fc.weight)
+    torch.nn.init.constant_(model.head.fc.bias[3], 1.0)
+    checkpoint = tmp_path / 'biased.pth'
+    torch.save(dict(state_dict=model.state_dict()), checkpoint)
+    root = digits / 'classification'
+    output = launch(
+        'bash', ROOT / 'tools/dist_test.sh', config, checkpoint, 2,
+        '--work-dir', tmp_path, '--cfg-options',
+        f'test_dataloader.dataset.data_root={root}', PORT=str(free_port()))
+    images = list(root.glob('val/*/*.png'))
+    threes = sum(path.parent.name == '3' for path in images)
+    assert f'accuracy/top1: {100 * threes / len(images):.4f}' in output
 
 
 def test_detector_trains_as_in_one_process(digits, tmp_path):

@@ -1,22 +1,10 @@
 #!/usr/bin/env bash
-# Trains in several processes, one for each GPU (or on the CPU without any).
-# NNODES, NODE_RANK, MASTER_ADDR and PORT describe a run on several machines.
+# Trains in several processes; see dist_run.sh for runs on several machines.
 set -euo pipefail
 
 if (( $# < 2 )); then
   echo "usage: $0 CONFIG GPUS [arguments of train.py]" >&2
   exit 2
 fi
-config=$1
-gpus=$2
-shift 2
-
-tools=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-export PYTHONPATH="$tools/..${PYTHONPATH:+:$PYTHONPATH}"
-exec "${PYTHON:-python}" -m torch.distributed.run \
-  --nnodes "${NNODES:-1}" \
-  --node-rank "${NODE_RANK:-0}" \
-  --nproc-per-node "$gpus" \
-  --master-addr "${MASTER_ADDR:-127.0.0.1}" \
-  --master-port "${PORT:-29500}" \
-  "$tools/train.py" "$config" --launcher pytorch "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/dist_run.sh" \
+  train.py "$2" "$1" --launcher pytorch "${@:3}"
