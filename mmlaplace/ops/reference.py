@@ -21,6 +21,9 @@ def l1_distance(queries: Tensor, keys: Tensor) -> Tensor:
     block = max(_CDIST_BLOCK_ELEMENTS // per_query, 1)
     if queries.shape[-2] <= block:
         return torch.cdist(queries, keys, p=1)
+    if queries.shape[-2] < keys.shape[-2]:
+        # Every block adds to the gradient of all keys: split the many.
+        return l1_distance(keys, queries).mT
     return torch.cat(
         [torch.cdist(part, keys, p=1) for part in queries.split(block, -2)],
         dim=-2)

@@ -72,20 +72,37 @@ def test_gradient_equals_definition_at_equal_points():
     assert torch.equal(point.grad, torch.zeros(1, 4, dtype=torch.float64))
 
 
+@pytest.mark.parametrize('num_queries, num_keys', [(13, 5), (5, 13)])
 @pytest.mark.parametrize('block_elements', [1, 7 * 5 * 3, 2**24])
-def test_blocks_do_not_change_the_result(monkeypatch, block_elements):
+def test_blocks_do_not_change_the_result(monkeypatch, block_elements,
+                                         num_queries, num_keys):
     monkeypatch.setattr('mmlaplace.ops.reference._CDIST_BLOCK_ELEMENTS',
                         block_elements)
-    queries = points(2, 13, 3).requires_grad_()
-    keys = points(2, 5, 3).requires_grad_()
+    queries = points(2, num_queries, 3).requires_grad_()
+    keys = points(2, num_keys, 3).requires_grad_()
     result = laplacian_kernel(queries, keys)
     torch.testing.assert_close(result, expanded_laplacian(queries, keys, 4.0))
-    weight = points(2, 13, 5)
+    weight = points(2, num_queries, num_keys)
     torch.testing.assert_close(
         torch.autograd.grad((result * weight).sum(), (queries, keys)),
         torch.autograd.grad(
             (expanded_laplacian(queries, keys, 4.0) * weight).sum(),
             (queries, keys)))
+
+
+@pytest.mark.parametrize('num_queries, num_keys', [(40, 4), (4, 40)])
+def test_the_longer_side_is_split(monkeypatch, num_queries, num_keys):
+    """Blocks of the shorter one would cost the square of the longer."""
+    monkeypatch.setattr('mmlaplace.ops.reference._CDIST_BLOCK_ELEMENTS', 240)
+    cdist, shapes = torch.cdist, []
+
+    def spy(left, right, p):
+        shapes.append((left.shape[-2], right.shape[-2]))
+        return cdist(left, right, p=p)
+
+    monkeypatch.setattr(torch, 'cdist', spy)
+    laplacian_kernel(points(num_queries, 3), points(num_keys, 3))
+    assert shapes == [(20, 4)] * 2
 
 
 @KERNELS
