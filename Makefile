@@ -14,5 +14,6 @@ test: setup  ## Run the tests
 	.venv/bin/python -m pytest tests
 
 clean:  ## Remove .venv and all build products
-	rm -rf .venv build dist *.egg-info mmlaplace/.mim .pytest_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info mmlaplace/.mim mmlaplace/_C*.so
+	rm -rf .pytest_cache .ruff_cache
 	find mmlaplace configs tools tests -name __pycache__ -prune -exec rm -rf {} +

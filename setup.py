@@ -1,16 +1,23 @@
-"""Builds mmlaplace; pyproject.toml holds the settings of the tools."""
+"""Builds mmlaplace; pyproject.toml holds the settings of the tools.
+
+MMLAPLACE_BUILD tells whether the native operators are built: 'auto' where
+that is possible, 'cpu' and 'cuda' or not at all, 'none' never. What is not
+built here is compiled when it is first used.
+"""
+import importlib.util
 import os
 import re
 import shutil
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
 # mim and mmengine look for these in the folder .mim of an installed package.
-MIM_RESOURCES = ('configs', 'tools', 'model-index.yml')
+MIM_RESOURCES = ('configs', 'ops', 'tools', 'model-index.yml')
 
 
 def read_version():
@@ -77,7 +84,87 @@ class BuildPy(build_py):
         fill_mim(built, copy)
 
 
-commands = {'build_py': BuildPy}
+def load_build():
+    """Loads mmlaplace/ops/build.py without the package, which needs torch."""
+    spec = importlib.util.spec_from_file_location(
+        'build_operators', ROOT / 'mmlaplace' / 'ops' / 'build.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def fail(reason):
+    """Ends an installation that cannot have what MMLAPLACE_BUILD asks for."""
+    raise SystemExit(f'error: MMLAPLACE_BUILD={MODE}, but {reason}')
+
+
+def leave_out(reason):
+    """Says why the native operators are not built."""
+    print('mmlaplace: the native operators are not built now but when they '
+          f'are first used: {reason}')
+
+
+def refusal(reason):
+    """Returns a build_ext that fails, and leaves other commands alone."""
+
+    class Refusal(build_ext):
+
+        def run(self):
+            fail(reason)
+
+    return Refusal
+
+
+def native_build_ext():
+    """Returns torch's build_ext, which goes without the operators in auto."""
+    from torch.utils.cpp_extension import BuildExtension
+
+    class NativeBuildExt(BuildExtension):
+
+        def finalize_options(self):
+            super().finalize_options()
+            # Another torch makes another binary of the same sources.
+            self.force = True
+
+        def run(self):
+            try:
+                super().run()
+            except Exception as error:
+                if MODE != 'auto':
+                    fail(f'compiling failed, see above: {error}')
+                leave_out(error)
+                self.extensions = []
+                self.distribution.ext_modules = None
+                # Decided before the build, hence no longer true.
+                wheel = self.distribution.get_command_obj('bdist_wheel', False)
+                if wheel:
+                    wheel.root_is_pure = True
+
+    return NativeBuildExt
+
+
+def plan_operators():
+    """Chooses what is built of the native operators.
+
+    Returns:
+        tuple: The list of extensions and the class of build_ext.
+    """
+    if MODE == 'none':
+        return [], build_ext
+    try:
+        extension = build.make_extension(ROOT, MODE)
+    except build.BuildError as error:
+        if MODE == 'auto':
+            leave_out(error)
+            return [], build_ext
+        return [Extension('mmlaplace._C', [])], refusal(error)
+    return [extension], native_build_ext()
+
+
+build = load_build()
+MODE = build.read_choice('MMLAPLACE_BUILD', build.MODES)
+extensions, build_ext_class = plan_operators()
+commands = {'build_py': BuildPy, 'build_ext': build_ext_class}
 try:
     from setuptools.command.develop import develop
 except ImportError:  # Deprecated; a setuptools without it has editable wheels.
@@ -111,5 +198,6 @@ setup(
     packages=find_packages(include=['mmlaplace', 'mmlaplace.*']),
     install_requires=read_requirements('runtime'),
     extras_require=extras,
+    ext_modules=extensions,
     cmdclass=commands,
     zip_safe=False)

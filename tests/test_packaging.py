@@ -4,18 +4,20 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import mmlaplace
+from mmlaplace.ops import build
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ('.gitignore', 'LICENSE', 'MANIFEST.in', 'Makefile', 'README.md',
            'configs', 'mmlaplace', 'model-index.yml', 'ops', 'pyproject.toml',
            'requirements', 'setup.py', 'tests', 'tools')
-MIM = ['configs', 'model-index.yml', 'tools']
+MIM = ['configs', 'model-index.yml', 'ops', 'tools']
 
 # Stands for a machine without the packages; tells about guarded imports too.
 BLOCKER = """
@@ -33,10 +35,29 @@ print('imported', {module}.__name__)
 """
 
 
+def missing_for_compiling():
+    try:
+        build.check_machine(ROOT / 'ops', 'cpu')
+    except build.BuildError as error:
+        return str(error)
+    return ''
+
+
+needs_compiler = pytest.mark.skipif(
+    bool(missing_for_compiling()), reason=missing_for_compiling())
+
+
+def attempt(*command, mode='none', **kwargs):
+    """Runs a command that may build the native operators."""
+    command = [str(part) for part in command]
+    environment = {**os.environ, 'MMLAPLACE_BUILD': mode}
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, **kwargs)
+
+
 def run(*command, **kwargs):
     """Returns what a command prints; its complaint fails the test."""
-    command = [str(part) for part in command]
-    done = subprocess.run(command, capture_output=True, text=True, **kwargs)
+    done = attempt(*command, **kwargs)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -53,19 +74,24 @@ def copy_sources(target):
     return target
 
 
-def call_backend(hook, source, target, before=''):
-    """Runs a build hook as pip does and returns the file that it made."""
-    target.mkdir()
-    code = (f'{before}\nfrom setuptools import build_meta\n'
+def hook_code(hook, target, before=''):
+    """Returns code that calls a build hook as pip does."""
+    return (f'{before}\nfrom setuptools import build_meta\n'
             f'build_meta.{hook}({str(target)!r})')
-    run(sys.executable, '-c', code, cwd=source)
+
+
+def call_backend(hook, source, target, before='', mode='none'):
+    """Runs a build hook and returns the file that it made."""
+    target.mkdir()
+    code = hook_code(hook, target, before)
+    run(sys.executable, '-c', code, cwd=source, mode=mode)
     (made, ) = target.iterdir()
     return made
 
 
-def build_wheel(source, target):
+def build_wheel(source, target, mode='none'):
     run(sys.executable, '-m', 'pip', 'wheel', '--no-deps', '--no-index',
-        '--no-build-isolation', '--wheel-dir', target, source)
+        '--no-build-isolation', '--wheel-dir', target, source, mode=mode)
     (wheel, ) = target.iterdir()
     return wheel
 
@@ -93,12 +119,17 @@ def expected_contents(source):
         for path in (source / 'mmlaplace').rglob('*.py')
     }
     resources = [source / 'model-index.yml']
-    resources += files_under(source / 'configs')
-    resources += files_under(source / 'tools')
+    for name in ('configs', 'ops', 'tools'):
+        resources += files_under(source / name)
     for path in resources:
         name = path.relative_to(source).as_posix()
         contents[f'mmlaplace/.mim/{name}'] = path.read_bytes()
     return contents
+
+
+NO_TORCH = 'import sys; sys.modules["torch"] = None'
+NO_COMPILER = 'import os; os.environ["CXX"] = "no-such-compiler"'
+BROKEN_SOURCE = 'open("ops/library.cpp", "w").write("nonsense")'
 
 
 @pytest.fixture(scope='module')
@@ -118,6 +149,81 @@ def fresh_source(tmp_path):
 
 def test_wheel_holds_package_and_mim_resources(source, wheel):
     assert without_metadata(read_wheel(wheel)) == expected_contents(source)
+
+
+def test_wheel_without_operators_serves_every_platform(wheel):
+    assert wheel.name.endswith('-py3-none-any.whl')
+
+
+@pytest.fixture
+def tiny_source(fresh_source):
+    """A checkout whose operators compile in an instant."""
+    shutil.rmtree(fresh_source / 'ops' / 'cpu')
+    (fresh_source / 'ops' / 'library.cpp').write_text("""
+extern "C" {
+extern const char mmlaplace_build_tag[] =
+    "mmlaplace build tag: " MMLAPLACE_BUILD_TAG;
+}
+""")
+    return fresh_source
+
+
+@needs_compiler
+@pytest.mark.parametrize('mode', ['auto', 'cpu'])
+def test_wheel_with_operators(tiny_source, tmp_path, mode):
+    wheel = build_wheel(tiny_source, tmp_path / 'wheel', mode)
+    platform = re.sub('[-.]', '_', sysconfig.get_platform())
+    assert wheel.name.endswith(f'-{platform}.whl')
+    contents = read_wheel(wheel)
+    (name, ) = [name for name in contents if name.endswith('.so')]
+    suffix = sysconfig.get_config_var('EXT_SUFFIX')
+    assert name == f'mmlaplace/_C{suffix}'
+    binary = tmp_path / 'binary'
+    binary.write_bytes(contents[name])
+    wanted = build.make_tag(tiny_source / 'ops', 'cpu')
+    assert build.read_tag(binary) == wanted
+
+
+@needs_compiler
+def test_editable_install_has_operators_in_place(tiny_source, tmp_path):
+    call_backend('build_editable', tiny_source, tmp_path / 'wheel', mode='cpu')
+    (binary, ) = (tiny_source / 'mmlaplace').glob('_C*.so')
+    wanted = build.make_tag(tiny_source / 'ops', 'cpu')
+    assert build.read_tag(binary) == wanted
+
+
+def test_auto_goes_without_operators_that_do_not_compile(
+        tiny_source, tmp_path):
+    (tiny_source / 'ops' / 'library.cpp').write_text('nonsense')
+    wheel = build_wheel(tiny_source, tmp_path / 'wheel', 'auto')
+    assert wheel.name.endswith('-py3-none-any.whl')
+    assert without_metadata(read_wheel(wheel)) == expected_contents(
+        tiny_source)
+
+
+def test_auto_needs_no_torch(fresh_source, wheel, tmp_path):
+    without = call_backend(
+        'build_wheel', fresh_source, tmp_path / 'wheel', NO_TORCH, 'auto')
+    assert without.name == wheel.name
+
+
+@pytest.mark.parametrize('mode, before, complaint', [
+    ('gpu', '', "MMLAPLACE_BUILD must be one of 'auto', 'cpu', 'cuda', 'none"),
+    ('cpu', NO_TORCH, 'use pip install --no-build-isolation'),
+    pytest.param(
+        'cpu',
+        BROKEN_SOURCE,
+        'MMLAPLACE_BUILD=cpu, but compiling failed',
+        marks=needs_compiler),
+    ('cpu', NO_COMPILER, 'no C++ compiler was found'),
+    ('cuda', '', 'no CUDA sources'),
+], ids=['invalid', 'no-torch', 'broken', 'no-compiler', 'no-cuda'])
+def test_operators_that_were_asked_for_or_no_installation(
+        tiny_source, tmp_path, mode, before, complaint):
+    code = hook_code('build_wheel', tmp_path, before)
+    done = attempt(sys.executable, '-c', code, cwd=tiny_source, mode=mode)
+    assert done.returncode != 0
+    assert complaint in done.stderr
 
 
 def test_wheel_metadata(wheel):

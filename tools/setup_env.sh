@@ -6,7 +6,8 @@
 # stopped and follows a changed pin.
 #
 #   PYTHON    the Python to use, 3.10 to 3.12; 3.11 is the reference
-#   MAX_JOBS  parallel compilers, should mmcv have to be compiled
+#   MAX_JOBS  parallel compilers, for the operators and, where there is no
+#             wheel of it, mmcv
 set -euo pipefail
 shopt -s nullglob
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -156,6 +157,6 @@ step mmcv install_mmcv "$(pin mmcv)"
 step mmdet install "$(pin mmdet)"
 step mmpretrain install "$(pin mmpretrain)"
 step reference install_reference "$(checksum requirements/reference.txt)"
-step mmlaplace install_mmlaplace "$PWD" \
-  "$(checksum setup.py pyproject.toml requirements/* ops/*)"
+step mmlaplace install_mmlaplace "$PWD" "$(pin torch)" \
+  "$(checksum setup.py pyproject.toml requirements/* ops mmlaplace/ops/build.py)"
 echo "$venv is ready"
