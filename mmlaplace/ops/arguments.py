@@ -2,7 +2,7 @@
 import math
 from contextlib import nullcontext
 from functools import reduce
-from typing import Callable, Optional
+from typing import Callable, List, Optional
 
 import torch
 from torch import Tensor
@@ -83,3 +83,13 @@ def compute_in_float32(function: Callable[..., Tensor],
             *(tensor if tensor is None else tensor.to(compute_dtype)
               for tensor in tensors), **options)
     return result.to(dtype)
+
+
+def unify(*tensors: Tensor) -> List[Tensor]:
+    """Give tensors ``(..., n, d)`` one dtype and equal leading dimensions."""
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    leading = torch.broadcast_shapes(*(t.shape[:-2] for t in tensors))
+    return [
+        tensor.to(dtype).expand(*leading, *tensor.shape[-2:])
+        for tensor in tensors
+    ]

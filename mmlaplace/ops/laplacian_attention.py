@@ -1,6 +1,7 @@
 """Linear attention with the Laplacian kernel."""
 from typing import Optional
 
+import torch
 from torch import Tensor
 
 from . import reference
@@ -11,7 +12,10 @@ from .arguments import (
     check_same_size,
     check_tensors,
     compute_in_float32,
+    unify,
 )
+from .backend import use_native
+from .laplacian_kernel import kernel_function
 
 WHITENINGS = ('scaled', 'literal', 'none')
 
@@ -28,6 +32,19 @@ def check_attention_options(scale: float, kernel: str, whitening: str,
     check_choice(WHITENINGS, whitening=whitening)
     check_choice(reference.SOLVERS, solver=solver)
     check_num_iters(num_iters)
+
+
+def _fused_attention(queries: Tensor, keys: Tensor, values: Tensor,
+                     landmarks: Tensor, gain: Optional[Tensor],
+                     **options) -> Tensor:
+    queries, keys, values, landmarks = unify(queries, keys, values, landmarks)
+    leading = queries.shape[:-2]
+    if gain is None:
+        gain = queries.new_ones(())
+    return torch.ops.mmlaplace.laplacian_attention(queries, keys, values,
+                                                   landmarks,
+                                                   gain.expand(leading),
+                                                   **options)[0]
 
 
 def laplacian_attention(queries: Tensor,
@@ -118,6 +135,20 @@ def laplacian_attention(queries: Tensor,
         if solver == 'conjugate_gradient':
             raise ValueError("solver 'conjugate_gradient' needs a symmetric "
                              'P, so no query_landmarks')
+    device_type = queries.device.type
+    if ((kernel, solver) == ('laplacian', 'newton_schulz')
+            and landmarks is not None and query_landmarks is None
+            and use_native(device_type)):
+        return _fused_attention(
+            queries,
+            keys,
+            values,
+            landmarks,
+            gain,
+            scale=scale,
+            whitening=whitening,
+            num_iters=num_iters,
+            eps=eps)
     return compute_in_float32(
         reference.laplacian_attention,
         queries,
@@ -127,7 +158,7 @@ def laplacian_attention(queries: Tensor,
         query_landmarks,
         gain=gain,
         scale=scale,
-        kernel=kernel,
+        kernel_function=kernel_function(kernel, device_type),
         whitening=whitening,
         solver=solver,
         num_iters=num_iters,

@@ -1,4 +1,7 @@
 """Kernel matrices between two sets of points."""
+from typing import Callable
+
+import torch
 from torch import Tensor
 
 from . import reference
@@ -7,15 +10,27 @@ from .arguments import (
     check_same_size,
     check_tensors,
     compute_in_float32,
+    unify,
 )
+from .backend import use_native
 
 
-def _kernel_matrix(function, queries: Tensor, keys: Tensor,
-                   scale: float) -> Tensor:
+def _native_laplacian_kernel(queries: Tensor, keys: Tensor,
+                             scale: float) -> Tensor:
+    return torch.ops.mmlaplace.laplacian_kernel(*unify(queries, keys), scale)
+
+
+def kernel_function(kernel: str, device_type: str) -> Callable[..., Tensor]:
+    """Return what computes a kernel matrix, for float32 or float64 tensors."""
+    if kernel == 'laplacian' and use_native(device_type):
+        return _native_laplacian_kernel
+    return reference.KERNELS[kernel]
+
+
+def _check(queries: Tensor, keys: Tensor, scale: float) -> None:
     check_tensors(queries=queries, keys=keys)
     check_same_size(-1, queries=queries, keys=keys)
     check_positive(scale=scale)
-    return compute_in_float32(function, queries, keys, scale=scale)
 
 
 def laplacian_kernel(queries: Tensor,
@@ -43,7 +58,11 @@ def laplacian_kernel(queries: Tensor,
         TypeError: If an argument is no tensor of one of these dtypes.
         ValueError: If shapes, devices or scale do not fit.
     """
-    return _kernel_matrix(reference.laplacian_kernel, queries, keys, scale)
+    _check(queries, keys, scale)
+    if use_native(queries.device.type):
+        return _native_laplacian_kernel(queries, keys, scale)
+    return compute_in_float32(
+        reference.laplacian_kernel, queries, keys, scale=scale)
 
 
 def gaussian_kernel(queries: Tensor,
@@ -54,4 +73,6 @@ def gaussian_kernel(queries: Tensor,
     Arguments, result and errors are those of :func:`laplacian_kernel`; scale
     is the standard deviation.
     """
-    return _kernel_matrix(reference.gaussian_kernel, queries, keys, scale)
+    _check(queries, keys, scale)
+    return compute_in_float32(
+        reference.gaussian_kernel, queries, keys, scale=scale)

@@ -1,4 +1,5 @@
 """Matrix inverse by the Newton-Schulz iteration."""
+import torch
 from torch import Tensor
 
 from . import reference
@@ -8,6 +9,7 @@ from .arguments import (
     check_tensors,
     compute_in_float32,
 )
+from .backend import use_native
 
 
 def _check_square(matrix: Tensor) -> None:
@@ -58,6 +60,9 @@ def newton_schulz_inverse(matrix: Tensor,
     _check_square(matrix)
     _check_eps(eps)
     check_num_iters(num_iters)
+    if use_native(matrix.device.type):
+        return torch.ops.mmlaplace.newton_schulz_inverse(
+            matrix, num_iters, eps, positive_definite)
     return compute_in_float32(
         reference.newton_schulz_inverse,
         matrix,

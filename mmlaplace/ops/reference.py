@@ -4,7 +4,8 @@ Inputs are taken as they come, in one dtype that is exact enough to compute
 in. The entry points beside this file check arguments and choose the dtype;
 ``ops/README.md`` derives the formulas.
 """
-from typing import Optional, Tuple
+import math
+from typing import Callable, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -99,13 +100,19 @@ def newton_schulz_inverse(matrix: Tensor, num_iters: int, eps: float,
     largest = matrix.detach().abs().amax((-2, -1), keepdim=True)
     largest = largest.clamp(min=limits.tiny)
     matrix = matrix / largest
+    if positive_definite:
+        # A symmetric matrix stays so, also under a perturbation.
+        matrix = (matrix + matrix.mT) / 2
     norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
     norm = norm.clamp(min=limits.tiny)
     matrix = matrix / norm
     inverse = identity.expand_as(matrix) if positive_definite else matrix.mT
 
     # In exact arithmetic the residual falls at every step. Where rounding
-    # makes it rise, the limit of the dtype is reached and the matrix rests.
+    # makes it rise, the limit of the dtype is reached and the matrix rests;
+    # so it does after a step from which, being quadratic, no more than
+    # rounding can be left.
+    precise = math.sqrt(limits.eps) / matrix.shape[-1]
     active = torch.ones((), dtype=torch.bool, device=matrix.device)
     last_residual = float('inf')
     for _ in range(num_iters):
@@ -113,6 +120,7 @@ def newton_schulz_inverse(matrix: Tensor, num_iters: int, eps: float,
         residual = error.detach().abs().amax((-2, -1), keepdim=True)
         active = active & (residual <= 1.1 * last_residual)
         inverse = inverse + torch.where(active, inverse @ error, 0.0)
+        active = active & (residual > precise)
         last_residual = residual
     return (inverse / norm / largest).clamp(limits.min, limits.max)
 
@@ -170,11 +178,11 @@ def solve(matrix: Tensor, right: Tensor, solver: str, num_iters: int,
 def laplacian_attention(queries: Tensor, keys: Tensor, values: Tensor,
                         landmarks: Optional[Tensor],
                         query_landmarks: Optional[Tensor],
-                        gain: Optional[Tensor], scale: float, kernel: str,
+                        gain: Optional[Tensor], scale: float,
+                        kernel_function: Callable[..., Tensor],
                         whitening: str, solver: str, num_iters: int,
                         eps: float) -> Tensor:
     """Compute whitened Nystroem attention without an N x M matrix."""
-    kernel_function = KERNELS[kernel]
     num_queries, num_keys = queries.shape[-2], keys.shape[-2]
 
     if landmarks is None:

@@ -1,3 +1,4 @@
+import itertools
 import math
 import subprocess
 import sys
@@ -5,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from mmlaplace.ops import gaussian_kernel, laplacian_kernel
+from mmlaplace.ops import gaussian_kernel, laplacian_kernel, reference
 
 SIZES = [(1, 5), (5, 1), (1, 1), (17, 49)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -80,7 +81,7 @@ def test_blocks_do_not_change_the_result(monkeypatch, block_elements,
                         block_elements)
     queries = points(2, num_queries, 3).requires_grad_()
     keys = points(2, num_keys, 3).requires_grad_()
-    result = laplacian_kernel(queries, keys)
+    result = reference.laplacian_kernel(queries, keys, 4.0)
     torch.testing.assert_close(result, expanded_laplacian(queries, keys, 4.0))
     weight = points(2, num_queries, num_keys)
     torch.testing.assert_close(
@@ -101,21 +102,118 @@ def test_the_longer_side_is_split(monkeypatch, num_queries, num_keys):
         return cdist(left, right, p=p)
 
     monkeypatch.setattr(torch, 'cdist', spy)
-    laplacian_kernel(points(num_queries, 3), points(num_keys, 3))
+    reference.l1_distance(points(num_queries, 3), points(num_keys, 3))
     assert shapes == [(20, 4)] * 2
+
+
+ODD = [1, 15, 16, 17, 31, 33, 64, 65, 100]
+
+
+def assert_equals_reference(queries, keys, weight, scale):
+    """Hold result and gradients to those of the reference in float64.
+
+    To the precision of the dtype: the result relative to each element, a
+    gradient relative to the sum of the magnitudes of its terms.
+    """
+    queries, keys = (x.detach().requires_grad_() for x in (queries, keys))
+    result = laplacian_kernel(queries, keys, scale)
+    gradients = torch.autograd.grad(result, (queries, keys), weight)
+    truth = [x.detach().double().requires_grad_() for x in (queries, keys)]
+    expected = reference.laplacian_kernel(*truth, scale)
+    expected_gradients = torch.autograd.grad(
+        expected, truth, weight.double())
+
+    eps = torch.finfo(queries.dtype).eps
+    # Rounding the distance, which is divided by scale, costs the kernel
+    # more than the exponential does.
+    wide_eps = torch.finfo(torch.promote_types(
+        queries.dtype, torch.float32)).eps
+    tolerance = eps + 32 * wide_eps
+    torch.testing.assert_close(
+        result.double(), expected, rtol=tolerance,
+        atol=2 * torch.finfo(queries.dtype).smallest_normal * eps)
+    terms = (expected * weight.double()).abs() / scale
+    for x, actual, exact, total in zip(
+            (queries, keys), gradients, expected_gradients,
+            (terms.sum(-1), terms.sum(-2))):
+        assert actual.dtype == x.dtype and actual.shape == x.shape
+        error = (actual.double() - exact).abs()
+        assert (error <= 2 * tolerance * total[..., None] + 1e-7 * eps).all()
+
+
+def test_every_size(native):
+    for num_queries, num_keys, dims in itertools.product(ODD, ODD, ODD):
+        example = (points(num_queries, dims), points(num_keys, dims),
+                   points(num_queries, num_keys))
+        for dtype in (torch.float32, torch.float64):
+            assert_equals_reference(
+                *(x.to(dtype) for x in example), scale=max(1, dims / 2))
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize(
+    'num_queries, num_keys, dims',
+    # A Latin-square selection: every size appears in every place.
+    [(size, ODD[(i + 2) % 9], ODD[-i]) for i, size in enumerate(ODD)]
+    # The native backward works through the longer side in chunks of 1024
+    # points, and of more where the shorter one is long too.
+    + [(1024, 16, 8), (2049, 3, 5), (3, 2049, 5), (2500, 270, 4)])
+def test_odd_sizes(backend, num_queries, num_keys, dims, dtype):
+    assert_equals_reference(
+        points(2, num_queries, dims, dtype=dtype),
+        points(2, num_keys, dims, dtype=dtype),
+        points(2, num_queries, num_keys, dtype=dtype),
+        scale=max(1, dims / 2))
+
+
+def in_nan(tensor):
+    """A copy amid NaN, with which an overrun would be seen."""
+    frame = torch.full([side + 2 for side in tensor.shape], torch.nan,
+                       dtype=tensor.dtype)
+    inside = frame[tuple(slice(1, -1) for _ in tensor.shape)]
+    return inside.copy_(tensor)
+
+
+LAYOUTS = {
+    'amid NaN': in_nan,
+    'transposed': lambda x: x.mT.contiguous().mT,
+    'batch transposed': lambda x: x.transpose(0, 1).contiguous().transpose(
+        0, 1),
+    'one in two': lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    'one in three rows': lambda x: x.repeat_interleave(3, -2)[..., ::3, :],
+    'expanded batch': lambda x: x[:, :1].expand_as(x),
+    'expanded rows': lambda x: x[..., :1, :].expand_as(x),
+    'expanded columns': lambda x: x[..., :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize('layout', LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize('sizes', [(17, 5, 7), (5, 17, 16), (16, 16, 16)])
+def test_any_memory_layout(backend, sizes, layout):
+    num_queries, num_keys, dims = sizes
+    example = [layout(points(2, 3, *shape)) for shape in (
+        (num_queries, dims), (num_keys, dims), (num_queries, num_keys))]
+    assert not any(x.is_contiguous() for x in example)
+    assert_equals_reference(*example, scale=4.0)
+    assert_equals_reference(*(x.float() for x in example), scale=4.0)
 
 
 @KERNELS
 def test_batch_shapes_broadcast(kernel, expanded):
-    queries, keys = points(2, 1, 6, 3), points(4, 5, 3)
-    result = kernel(queries, keys)
+    queries = points(2, 1, 6, 3).requires_grad_()
+    keys = points(4, 5, 3).requires_grad_()
+    result, expected = kernel(queries, keys), expanded(queries, keys, 4.0)
     assert result.shape == (2, 4, 6, 5)
-    torch.testing.assert_close(result, expanded(queries, keys, 4.0))
+    torch.testing.assert_close(result, expected)
+    weight = points(2, 4, 6, 5)
+    torch.testing.assert_close(
+        torch.autograd.grad(result, (queries, keys), weight),
+        torch.autograd.grad(expected, (queries, keys), weight))
     assert kernel(points(6, 3), points(5, 3)).shape == (6, 5)
 
 
 @KERNELS
-def test_any_memory_layout(kernel, expanded):
+def test_any_memory_layout_of_either_kernel(kernel, expanded):
     base = points(3, 8, 14)
     queries = base[:, ::2].transpose(1, 2)[:, 1:12:2]
     keys = base[:1, :4].transpose(1, 2).expand(3, -1, -1)
@@ -127,22 +225,79 @@ def test_any_memory_layout(kernel, expanded):
 @KERNELS
 @pytest.mark.parametrize('shapes', [((0, 4, 3), (0, 5, 3)),
                                     ((2, 0, 3), (2, 5, 3)),
-                                    ((2, 4, 3), (2, 0, 3))])
-def test_empty(kernel, expanded, shapes):
+                                    ((2, 4, 3), (2, 0, 3)),
+                                    ((2, 4, 0), (2, 5, 0))])
+def test_empty(backend, kernel, expanded, shapes):
     queries, keys = (points(*shape).requires_grad_() for shape in shapes)
     result = kernel(queries, keys)
     assert result.shape == (*shapes[0][:2], shapes[1][1])
+    # Points without channels are all the same point.
+    assert torch.equal(result, torch.ones_like(result))
     result.sum().backward()
     assert torch.equal(queries.grad, torch.zeros_like(queries))
     assert torch.equal(keys.grad, torch.zeros_like(keys))
 
 
-def test_more_matrices_than_a_grid_has_rows():
+def test_more_matrices_than_a_grid_has_rows(backend):
     """Beyond 65,535, where kernels with the batch on a grid axis fail."""
-    queries, keys = points(70000, 2, 1), points(70000, 3, 1)
-    torch.testing.assert_close(
-        laplacian_kernel(queries, keys),
-        expanded_laplacian(queries, keys, 4.0))
+    assert_equals_reference(
+        points(70000, 2, 1),
+        points(70000, 3, 1),
+        points(70000, 2, 3),
+        scale=4.0)
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 3e-7),
+                                              (torch.float64, 1e-15)])
+@pytest.mark.parametrize('num_keys', [1, 5, 8, 16, 50, 64])
+def test_exponential_is_accurate(backend, dtype, tolerance, num_keys):
+    """From distance 0 to where nothing is left, in lanes and remainders."""
+    distance = torch.cat([
+        torch.zeros(1),
+        torch.logspace(-9, 4, 2000),
+        torch.linspace(0, 110, 2000),
+        torch.linspace(650, 760, 2000)
+    ]).to(dtype)
+    result = laplacian_kernel(distance[:, None],
+                              torch.zeros(num_keys, 1, dtype=dtype), 1.0)
+    expected = torch.exp(-distance.double())[:, None].expand_as(result)
+    smallest = torch.finfo(dtype).smallest_normal
+    normal = expected >= smallest
+    error = (result.double() / expected - 1).abs()
+    assert error[normal].max() <= tolerance
+    # Below, a backend may round to zero.
+    assert result[~normal].max() <= smallest and result.min() >= 0
+    assert result[0].min() == 1
+    assert result[distance >= (746 if dtype == torch.float64 else 104)
+                  ].max() == 0
+
+
+@pytest.mark.parametrize('num_keys', [5, 16, 37])
+@pytest.mark.parametrize('value', [math.nan, math.inf, -math.inf])
+def test_nonfinite_points_keep_to_themselves(backend, value, num_keys):
+    queries, keys = points(9, 3).float(), points(num_keys, 3).float()
+    usual = laplacian_kernel(queries, keys)
+    queries[2, 1] = keys[3, 1] = value
+    result = laplacian_kernel(queries, keys)
+    # inf - inf is NaN.
+    usual[2] = usual[:, 3] = math.nan if math.isnan(value) else 0
+    usual[2, 3] = math.nan
+    torch.testing.assert_close(result, usual, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize('sizes', [(3000, 49), (49, 3000), (300, 300)])
+def test_same_bits_on_any_number_of_threads(native, set_num_threads, sizes):
+    queries, keys = (points(2, size, 9).float().requires_grad_()
+                     for size in sizes)
+    weight = points(2, *sizes).float()
+    runs = []
+    for count in (1, 1, 2, 3):
+        set_num_threads(count)
+        result = laplacian_kernel(queries, keys)
+        runs.append((result, *torch.autograd.grad(result, (queries, keys),
+                                                  weight)))
+    for run in runs[1:]:
+        assert all(map(torch.equal, run, runs[0]))
 
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)

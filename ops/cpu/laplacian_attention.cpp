@@ -1,0 +1,815 @@
+// Whitened Nystroem attention, in passes over tiles of tokens: the kernel of a
+// tile and the landmarks is computed where it is needed and never stored.
+// ops/README.md derives the formulas; the names here are those of the text.
+#define MMLAPLACE_KERNELS "cpu/laplacian_attention_tiles.h"
+#include "cpu/each_instruction_set.h"
+
+#include "cpu/common.h"
+#include "cpu/operators.h"
+#include "cpu/point_gradients.h"
+
+#include <cmath>
+
+namespace mmlaplace {
+
+namespace {
+
+constexpr int64_t kTileRows = 64;
+
+// A run of tokens of one matrix, which one thread works through. Chunks depend
+// on sizes alone, so their sums are the same on any number of threads.
+struct Chunk {
+  int64_t batch;
+  int64_t index;  // among all chunks of all matrices
+  int64_t first;
+  int64_t last;
+};
+
+class Chunks {
+ public:
+  Chunks(const Tensor& tokens, const Tensor& landmarks)
+      : batches_(batch_size(tokens)),
+        tokens_(tokens.size(-2)),
+        size_(std::max<int64_t>(1024, 32 * landmarks.size(-2))) {}
+
+  int64_t batches() const {
+    return batches_;
+  }
+  int64_t per_batch() const {
+    return at::divup(tokens_, size_);
+  }
+  int64_t count() const {
+    return batches_ * per_batch();
+  }
+  // Adds up what was found for each chunk of a matrix.
+  Tensor sum(const Tensor& partial) const {
+    std::vector<int64_t> sizes = partial.sizes().vec();
+    sizes[0] = batches_;
+    sizes.insert(sizes.begin() + 1, per_batch());
+    return partial.reshape(sizes).sum(1, false, at::kDouble);
+  }
+  Chunk operator[](int64_t index) const {
+    const int64_t first = index % per_batch() * size_;
+    return {index / per_batch(), index, first,
+            std::min(first + size_, tokens_)};
+  }
+
+ private:
+  int64_t batches_;
+  int64_t tokens_;
+  int64_t size_;
+};
+
+// Means of two sets of columns and the sum of their centred products, which
+// grow by a set of rows at a time (Chan, Golub and LeVeque, 1979).
+struct Moments {
+  int64_t left_columns;
+  int64_t right_columns;
+  double* left_mean;
+  double* right_mean;
+  double* product;
+
+  Moments(double* memory, int64_t left, int64_t right)
+      : left_columns(left),
+        right_columns(right),
+        left_mean(memory),
+        right_mean(memory + left),
+        product(memory + left + right) {}
+
+  static int64_t elements(int64_t left, int64_t right) {
+    return left + right + left * right;
+  }
+
+  template <typename T>
+  void merge(
+      int64_t count, int64_t other_count, const T* other_left,
+      const T* other_right, const T* other_product, int64_t stride) const {
+    const double share = double(other_count) / (count + other_count);
+    for (int64_t i = 0; i < left_columns; ++i) {
+      const double shift = (other_left[i] - left_mean[i]) * share * count;
+      for (int64_t j = 0; j < right_columns; ++j) {
+        product[i * right_columns + j] += other_product[i * stride + j] +
+            shift * (other_right[j] - right_mean[j]);
+      }
+    }
+    for (int64_t i = 0; i < left_columns; ++i) {
+      left_mean[i] += (other_left[i] - left_mean[i]) * share;
+    }
+    for (int64_t j = 0; j < right_columns; ++j) {
+      right_mean[j] += (other_right[j] - right_mean[j]) * share;
+    }
+  }
+};
+
+double* row_of(const Tensor& rows, int64_t index) {
+  return rows.data_ptr<double>() + index * rows.size(-1);
+}
+
+// Merges what the chunks of each matrix found, one row of `partial` each.
+Tensor merge_chunks(
+    const Tensor& partial, const Chunks& chunks, int64_t left,
+    int64_t right) {
+  const Tensor result =
+      at::zeros({chunks.batches(), partial.size(-1)}, partial.options());
+  for (int64_t index = 0; index < chunks.count(); ++index) {
+    const Chunk chunk = chunks[index];
+    const Moments other(row_of(partial, index), left, right);
+    Moments(row_of(result, chunk.batch), left, right)
+        .merge(chunk.first, chunk.last - chunk.first, other.left_mean,
+               other.right_mean, other.product, right);
+  }
+  return result;
+}
+
+// The landmarks of one matrix at a time, and tiles of the kernel with them.
+template <typename T>
+class LandmarkTiles {
+ public:
+  LandmarkTiles(const Tensor& landmarks, double scale)
+      : landmarks_(landmarks),
+        scale_(scale),
+        stride_(padded(landmarks.size(-2))),
+        transposed_(scratch_.allocate(landmarks_.columns(), stride_)),
+        kernel_(scratch_.allocate(kTileRows, stride_)) {}
+
+  void load(int64_t batch) {
+    MMLAPLACE_SELECT(transpose<T>)(
+        landmarks_[batch], landmarks_.stride(), transposed_, stride_,
+        landmarks_.rows(), landmarks_.columns());
+  }
+
+  // Rows of the kernel, in a tile that the next call overwrites.
+  T* kernel(const T* points, int64_t point_stride, int64_t rows) const {
+    MMLAPLACE_SELECT(kernel_tile<T>)(
+        points, point_stride, transposed_, stride_, kernel_, stride_, rows,
+        landmarks_.rows(), landmarks_.columns(), scale_);
+    return kernel_;
+  }
+
+ private:
+  Matrices<T> landmarks_;
+  double scale_;
+  int64_t stride_;
+  Scratch<T> scratch_;
+  T* transposed_;
+  T* kernel_;
+};
+
+// A small matrix of each batch index, in padded rows.
+template <typename T>
+class PaddedMatrices {
+ public:
+  explicit PaddedMatrices(const Tensor& tensor)
+      : matrices_(tensor),
+        memory_(scratch_.allocate(rows(), stride())) {}
+
+  int64_t rows() const {
+    return matrices_.rows();
+  }
+  int64_t columns() const {
+    return matrices_.columns();
+  }
+  int64_t stride() const {
+    return padded(columns());
+  }
+
+  const T* load(int64_t batch) const {
+    MMLAPLACE_SELECT(copy_rows<T>)(
+        matrices_[batch], matrices_.stride(), memory_, stride(), rows(),
+        columns());
+    return memory_;
+  }
+
+ private:
+  Matrices<T> matrices_;
+  Scratch<T> scratch_;
+  T* memory_;
+};
+
+struct Inputs {
+  Tensor queries;
+  Tensor keys;
+  Tensor values;
+  Tensor landmarks;
+  double scale;
+  bool whiten;
+  double eps;
+
+  int64_t landmark_count() const {
+    return landmarks.size(-2);
+  }
+  at::TensorOptions double_options() const {
+    return queries.options().dtype(at::kDouble);
+  }
+};
+
+// First pass over the queries: mean and scatter of the rows of C_q.
+template <typename T>
+Tensor query_moments(const Inputs& inputs) {
+  const Matrices<T> queries(inputs.queries);
+  const Chunks chunks(inputs.queries, inputs.landmarks);
+  const int64_t count = inputs.landmark_count(), stride = padded(count);
+  const Tensor partial = at::zeros(
+      {chunks.count(), Moments::elements(count, count)},
+      inputs.double_options());
+  at::parallel_for(0, chunks.count(), 1, [&](int64_t begin, int64_t end) {
+    LandmarkTiles<T> landmarks(inputs.landmarks, inputs.scale);
+    Scratch<T> scratch;
+    T* const mean = scratch.allocate(1, stride);
+    T* const scatter = scratch.allocate(count, stride);
+    for (int64_t index = begin; index < end; ++index) {
+      const Chunk chunk = chunks[index];
+      const Moments moments(row_of(partial, index), count, count);
+      landmarks.load(chunk.batch);
+      for (int64_t row = chunk.first; row < chunk.last; row += kTileRows) {
+        const int64_t rows = std::min(kTileRows, chunk.last - row);
+        T* const kernel = landmarks.kernel(
+            queries.row(chunk.batch, row), queries.stride(), rows);
+        MMLAPLACE_SELECT(centre<T>)(kernel, stride, rows, count, mean);
+        MMLAPLACE_SELECT(matmul<T>)(
+            kernel, 1, stride, kernel, stride, scatter, stride, count, rows,
+            count, T(1), nullptr);
+        moments.merge(
+            row - chunk.first, rows, mean, mean, scatter, stride);
+      }
+    }
+  });
+  return merge_chunks(partial, chunks, count, count);
+}
+
+// The pass over the keys: their whitening scales D, the moments of C_k^T and
+// D v, and behind these the sum of the values.
+template <typename T>
+Tensor key_moments(
+    const Inputs& inputs, const Tensor& quadratic_form,
+    const Tensor& key_scales) {
+  const Matrices<T> keys(inputs.keys), values(inputs.values);
+  const Chunks chunks(inputs.keys, inputs.landmarks);
+  const int64_t count = inputs.landmark_count(), stride = padded(count);
+  const int64_t value_dims = values.columns();
+  const int64_t value_stride = padded(value_dims);
+  const int64_t elements = Moments::elements(count, value_dims);
+  const Tensor partial = at::zeros(
+      {chunks.count(), elements + value_dims}, inputs.double_options());
+  const T eps = static_cast<T>(inputs.eps);
+  at::parallel_for(0, chunks.count(), 1, [&](int64_t begin, int64_t end) {
+    LandmarkTiles<T> landmarks(inputs.landmarks, inputs.scale);
+    const PaddedMatrices<T> forms(quadratic_form);
+    Scratch<T> scratch;
+    T* const product = scratch.allocate(kTileRows, stride);
+    T* const weighted = scratch.allocate(kTileRows, value_stride);
+    T* const key_mean = scratch.allocate(1, stride);
+    T* const value_mean = scratch.allocate(1, value_stride);
+    T* const cross = scratch.allocate(count, value_stride);
+    for (int64_t index = begin; index < end; ++index) {
+      const Chunk chunk = chunks[index];
+      const Moments moments(row_of(partial, index), count, value_dims);
+      double* const value_sum = row_of(partial, index) + elements;
+      T* const scales =
+          key_scales.data_ptr<T>() + chunk.batch * keys.rows();
+      landmarks.load(chunk.batch);
+      const T* const form = forms.load(chunk.batch);
+      for (int64_t row = chunk.first; row < chunk.last; row += kTileRows) {
+        const int64_t rows = std::min(kTileRows, chunk.last - row);
+        T* const kernel = landmarks.kernel(
+            keys.row(chunk.batch, row), keys.stride(), rows);
+        const T* const tile_values = values.row(chunk.batch, row);
+        if (inputs.whiten) {
+          MMLAPLACE_SELECT(matmul<T>)(
+              kernel, stride, 1, form, stride, product, stride, rows, count,
+              count, T(1), nullptr);
+          MMLAPLACE_SELECT(row_products<T>)(
+              kernel, product, stride, rows, count, scales + row);
+          for (int64_t i = row; i < row + rows; ++i) {
+            // Below zero only by rounding; NaN stays.
+            const T variance = scales[i] < 0 ? T(0) : scales[i];
+            scales[i] = 1 / std::sqrt(variance + eps);
+          }
+        }
+        MMLAPLACE_SELECT(sum_rows<T>)(
+            tile_values, values.stride(), rows, value_dims, value_mean);
+        for (int64_t c = 0; c < value_dims; ++c) {
+          value_sum[c] += value_mean[c];
+        }
+        MMLAPLACE_SELECT(scale_rows<T>)(
+            tile_values, values.stride(), scales + row, weighted,
+            value_stride, rows, value_dims, false);
+        MMLAPLACE_SELECT(centre<T>)(kernel, stride, rows, count, key_mean);
+        MMLAPLACE_SELECT(centre<T>)(
+            weighted, value_stride, rows, value_dims, value_mean);
+        MMLAPLACE_SELECT(matmul<T>)(
+            kernel, 1, stride, weighted, value_stride, cross, value_stride,
+            count, rows, value_dims, T(1), nullptr);
+        moments.merge(
+            row - chunk.first, rows, key_mean, value_mean, cross,
+            value_stride);
+      }
+    }
+  });
+  const Tensor moments = merge_chunks(partial, chunks, count, value_dims);
+  moments.slice(-1, elements).copy_(chunks.sum(partial.slice(-1, elements)));
+  return moments;
+}
+
+// Second pass over the queries: C_q Y + mean(v).
+template <typename T>
+Tensor outputs(
+    const Inputs& inputs, const Tensor& projection,
+    const Tensor& value_mean) {
+  const Matrices<T> queries(inputs.queries), means(value_mean);
+  const Chunks chunks(inputs.queries, inputs.landmarks);
+  const int64_t count = inputs.landmark_count(), stride = padded(count);
+  const int64_t value_dims = inputs.values.size(-1);
+  const int64_t value_stride = padded(value_dims);
+  const Tensor result = at::empty(
+      matrix_sizes(inputs.queries, queries.rows(), value_dims),
+      inputs.queries.options().dtype(c10::CppTypeToScalarType<T>::value));
+  const Matrices<T> out(result);
+  at::parallel_for(0, chunks.count(), 1, [&](int64_t begin, int64_t end) {
+    LandmarkTiles<T> landmarks(inputs.landmarks, inputs.scale);
+    const PaddedMatrices<T> projections(projection);
+    Scratch<T> scratch;
+    T* const tile = scratch.allocate(kTileRows, value_stride);
+    for (int64_t index = begin; index < end; ++index) {
+      const Chunk chunk = chunks[index];
+      landmarks.load(chunk.batch);
+      const T* const weights = projections.load(chunk.batch);
+      for (int64_t row = chunk.first; row < chunk.last; row += kTileRows) {
+        const int64_t rows = std::min(kTileRows, chunk.last - row);
+        const T* const kernel = landmarks.kernel(
+            queries.row(chunk.batch, row), queries.stride(), rows);
+        MMLAPLACE_SELECT(repeat_row<T>)(
+            means[chunk.batch], tile, value_stride, rows, value_dims);
+        MMLAPLACE_SELECT(matmul<T>)(
+            kernel, stride, 1, weights, value_stride, tile, value_stride,
+            rows, count, value_dims, T(1), tile);
+        MMLAPLACE_SELECT(copy_rows<T>)(
+            tile, value_stride, out.row(chunk.batch, row), out.stride(),
+            rows, value_dims);
+      }
+    }
+  });
+  return result;
+}
+
+// First backward pass, over the queries: C_q^T grad and, behind it, the sum of
+// the rows of grad.
+template <typename T>
+Tensor projection_gradient(const Inputs& inputs, const Tensor& output_grad) {
+  const Matrices<T> queries(inputs.queries), grads(output_grad);
+  const Chunks chunks(inputs.queries, inputs.landmarks);
+  const int64_t count = inputs.landmark_count(), stride = padded(count);
+  const int64_t value_dims = grads.columns();
+  const int64_t value_stride = padded(value_dims);
+  const Tensor partial = at::zeros(
+      {chunks.count(), count + 1, value_dims},
+      output_grad.options().dtype(c10::CppTypeToScalarType<T>::value));
+  const Matrices<T> result(partial);
+  at::parallel_for(0, chunks.count(), 1, [&](int64_t begin, int64_t end) {
+    LandmarkTiles<T> landmarks(inputs.landmarks, inputs.scale);
+    Scratch<T> scratch;
+    T* const tile = scratch.allocate(kTileRows, value_stride);
+    T* const product = scratch.allocate(count, value_stride);
+    T* const sums = scratch.allocate(1, value_stride);
+    for (int64_t index = begin; index < end; ++index) {
+      const Chunk chunk = chunks[index];
+      landmarks.load(chunk.batch);
+      std::fill_n(product, count * value_stride, T(0));
+      T* const total = result.row(index, count);
+      for (int64_t row = chunk.first; row < chunk.last; row += kTileRows) {
+        const int64_t rows = std::min(kTileRows, chunk.last - row);
+        const T* const kernel = landmarks.kernel(
+            queries.row(chunk.batch, row), queries.stride(), rows);
+        MMLAPLACE_SELECT(copy_rows<T>)(
+            grads.row(chunk.batch, row), grads.stride(), tile, value_stride,
+            rows, value_dims);
+        MMLAPLACE_SELECT(matmul<T>)(
+            kernel, 1, stride, tile, value_stride, product, value_stride,
+            count, rows, value_dims, T(1), product);
+        MMLAPLACE_SELECT(sum_rows<T>)(
+            tile, value_stride, rows, value_dims, sums);
+        for (int64_t c = 0; c < value_dims; ++c) {
+          total[c] += sums[c];
+        }
+      }
+      MMLAPLACE_SELECT(copy_rows<T>)(
+          product, value_stride, result[index], value_dims, count,
+          value_dims);
+    }
+  });
+  return chunks.sum(partial);
+}
+
+// From the gradient of tiles of the kernel to that of points and landmarks.
+template <typename T>
+class KernelGradient {
+ public:
+  KernelGradient(const Tensor& landmarks, double scale)
+      : landmarks_(landmarks),
+        factor_(static_cast<T>(-1 / scale)),
+        weights_(scratch_.allocate(kTileRows, padded(landmarks_.rows()))),
+        gradients_(kTileRows, landmarks_.columns()) {}
+
+  void load(int64_t batch) {
+    loaded_ = landmarks_.load(batch);
+  }
+
+  // Writes the gradient of the points and adds that of the landmarks, whose
+  // rows are padded.
+  void operator()(
+      const T* kernel, const T* kernel_grad, const T* points,
+      int64_t point_stride, T* point_grad, T* landmark_grad,
+      int64_t rows) const {
+    const int64_t count = landmarks_.rows(), stride = padded(count);
+    MMLAPLACE_SELECT(multiply<T>)(
+        kernel, stride, 1, kernel_grad, stride, 1, weights_, stride, rows,
+        count, factor_);
+    gradients_(weights_, stride, points, point_stride, loaded_, point_grad,
+               landmark_grad, rows, count);
+  }
+
+ private:
+  PaddedMatrices<T> landmarks_;
+  T factor_;
+  Scratch<T> scratch_;
+  T* weights_;
+  PointGradients<T> gradients_;
+  const T* loaded_ = nullptr;
+};
+
+// What the backward pass over the keys needs of the forward pass and of the
+// first over the queries.
+struct KeyContext {
+  Tensor scales;          // D
+  Tensor quadratic_form;  // X^T S X
+  Tensor kernel_mean;     // the row that C_k^T is centred by
+  Tensor value_mean;      // the row that D v is centred by
+  Tensor cross_grad;      // of C_k u
+  Tensor mean_grad;       // of each value, by way of mean(v)
+};
+
+struct KeyGradients {
+  Tensor keys;
+  Tensor values;
+  Tensor landmarks;
+  Tensor form;  // sum_j of the gradient of sigma_j^2 times k_j k_j^T
+};
+
+// Second backward pass, over the keys.
+template <typename T>
+KeyGradients key_gradients(
+    const Inputs& inputs, const KeyContext& context) {
+  const Matrices<T> keys(inputs.keys), values(inputs.values);
+  const Matrices<T> kernel_means(context.kernel_mean),
+      value_means(context.value_mean), mean_grads(context.mean_grad);
+  const Chunks chunks(inputs.keys, inputs.landmarks);
+  const int64_t count = inputs.landmark_count(), stride = padded(count);
+  const int64_t dims = keys.columns(), value_dims = values.columns();
+  const int64_t value_stride = padded(value_dims);
+  const auto options =
+      inputs.keys.options().dtype(c10::CppTypeToScalarType<T>::value);
+  const Tensor key_grad = at::empty(inputs.keys.sizes(), options);
+  const Tensor value_grad = at::empty(inputs.values.sizes(), options);
+  const Tensor landmark_grad =
+      at::zeros({chunks.count(), count, padded(dims)}, options);
+  const Tensor form_grad = at::zeros({chunks.count(), count, stride}, options);
+  const Matrices<T> key_out(key_grad), value_out(value_grad),
+      landmark_out(landmark_grad), form_out(form_grad);
+  at::parallel_for(0, chunks.count(), 1, [&](int64_t begin, int64_t end) {
+    LandmarkTiles<T> landmarks(inputs.landmarks, inputs.scale);
+    KernelGradient<T> kernel_gradient(inputs.landmarks, inputs.scale);
+    const PaddedMatrices<T> forms(context.quadratic_form);
+    const PaddedMatrices<T> cross_grads(context.cross_grad);
+    const PaddedMatrices<T> cross_grads_transposed(context.cross_grad.mT());
+    Scratch<T> scratch;
+    T* const weighted = scratch.allocate(kTileRows, value_stride);
+    T* const centred = scratch.allocate(kTileRows, value_stride);
+    T* const weighted_grad = scratch.allocate(kTileRows, value_stride);
+    T* const kernel_grad = scratch.allocate(kTileRows, stride);
+    T* const product = scratch.allocate(kTileRows, stride);
+    T* const variance_grad = scratch.allocate(1, kTileRows);
+    for (int64_t index = begin; index < end; ++index) {
+      const Chunk chunk = chunks[index];
+      landmarks.load(chunk.batch);
+      kernel_gradient.load(chunk.batch);
+      const T* const form = forms.load(chunk.batch);
+      const T* const cross = cross_grads.load(chunk.batch);
+      const T* const cross_transposed =
+          cross_grads_transposed.load(chunk.batch);
+      const T* const mean_grad = mean_grads[chunk.batch];
+      const T* const scales =
+          context.scales.data_ptr<T>() + chunk.batch * keys.rows();
+      for (int64_t row = chunk.first; row < chunk.last; row += kTileRows) {
+        const int64_t rows = std::min(kTileRows, chunk.last - row);
+        const T* const points = keys.row(chunk.batch, row);
+        const T* const kernel =
+            landmarks.kernel(points, keys.stride(), rows);
+
+        MMLAPLACE_SELECT(scale_rows<T>)(
+            values.row(chunk.batch, row), values.stride(), scales + row,
+            weighted, value_stride, rows, value_dims, false);
+        MMLAPLACE_SELECT(subtract_row<T>)(
+            weighted, value_means[chunk.batch], centred, value_stride, rows,
+            value_dims);
+        MMLAPLACE_SELECT(matmul<T>)(
+            centred, value_stride, 1, cross_transposed, stride, kernel_grad,
+            stride, rows, value_dims, count, T(1), nullptr);
+        MMLAPLACE_SELECT(subtract_row<T>)(
+            kernel, kernel_means[chunk.batch], product, stride, rows, count);
+        MMLAPLACE_SELECT(matmul<T>)(
+            product, stride, 1, cross, value_stride, weighted_grad,
+            value_stride, rows, count, value_dims, T(1), nullptr);
+
+        if (inputs.whiten) {
+          // With D = (sigma^2 + eps)^(-1/2) and <v, d Dv> = <Dv, d Dv> / D,
+          // the gradient of sigma^2 is -<Dv, d Dv> D^2 / 2.
+          MMLAPLACE_SELECT(row_products<T>)(
+              weighted, weighted_grad, value_stride, rows, value_dims,
+              variance_grad);
+          for (int64_t i = 0; i < rows; ++i) {
+            variance_grad[i] *= -scales[row + i] * scales[row + i] / 2;
+          }
+          MMLAPLACE_SELECT(matmul<T>)(
+              kernel, stride, 1, form, stride, product, stride, rows, count,
+              count, T(2), nullptr);
+          MMLAPLACE_SELECT(scale_rows<T>)(
+              product, stride, variance_grad, kernel_grad, stride, rows,
+              count, true);
+          MMLAPLACE_SELECT(scale_rows<T>)(
+              kernel, stride, variance_grad, product, stride, rows, count,
+              false);
+          MMLAPLACE_SELECT(matmul<T>)(
+              product, 1, stride, kernel, stride, form_out[index], stride,
+              count, rows, count, T(1), form_out[index]);
+        }
+
+        T* const value_rows = value_out.row(chunk.batch, row);
+        for (int64_t i = 0; i < rows; ++i) {
+          for (int64_t c = 0; c < value_dims; ++c) {
+            value_rows[i * value_dims + c] = mean_grad[c] +
+                scales[row + i] * weighted_grad[i * value_stride + c];
+          }
+        }
+        kernel_gradient(
+            kernel, kernel_grad, points, keys.stride(),
+            key_out.row(chunk.batch, row), landmark_out[index], rows);
+      }
+    }
+  });
+  return {key_grad, value_grad, chunks.sum(landmark_grad).slice(-1, 0, dims),
+          chunks.sum(form_grad).slice(-1, 0, count)};
+}
+
+// What the last backward pass needs of those before it.
+struct QueryContext {
+  Tensor projection;       // Y
+  Tensor kernel_mean;      // of C_q
+  Tensor covariance_grad;  // 2 / N times the gradient of S
+};
+
+// Third backward pass, over the queries. Returns their gradient and that of
+// the landmarks.
+template <typename T>
+std::tuple<Tensor, Tensor> query_gradients(
+    const Inputs& inputs, const Tensor& output_grad,
+    const QueryContext& context) {
+  const Matrices<T> queries(inputs.queries), grads(output_grad);
+  const Matrices<T> kernel_means(context.kernel_mean);
+  const Chunks chunks(inputs.queries, inputs.landmarks);
+  const int64_t count = inputs.landmark_count(), stride = padded(count);
+  const int64_t dims = queries.columns(), value_dims = grads.columns();
+  const auto options =
+      inputs.queries.options().dtype(c10::CppTypeToScalarType<T>::value);
+  const Tensor query_grad = at::empty(inputs.queries.sizes(), options);
+  const Tensor landmark_grad =
+      at::zeros({chunks.count(), count, padded(dims)}, options);
+  const Matrices<T> query_out(query_grad), landmark_out(landmark_grad);
+  at::parallel_for(0, chunks.count(), 1, [&](int64_t begin, int64_t end) {
+    LandmarkTiles<T> landmarks(inputs.landmarks, inputs.scale);
+    KernelGradient<T> kernel_gradient(inputs.landmarks, inputs.scale);
+    const PaddedMatrices<T> projections(context.projection.mT());
+    const PaddedMatrices<T> covariance_grads(context.covariance_grad);
+    Scratch<T> scratch;
+    T* const kernel_grad = scratch.allocate(kTileRows, stride);
+    T* const centred = scratch.allocate(kTileRows, stride);
+    for (int64_t index = begin; index < end; ++index) {
+      const Chunk chunk = chunks[index];
+      landmarks.load(chunk.batch);
+      kernel_gradient.load(chunk.batch);
+      const T* const projection = projections.load(chunk.batch);
+      const T* const covariance_grad = covariance_grads.load(chunk.batch);
+      for (int64_t row = chunk.first; row < chunk.last; row += kTileRows) {
+        const int64_t rows = std::min(kTileRows, chunk.last - row);
+        const T* const points = queries.row(chunk.batch, row);
+        const T* const kernel =
+            landmarks.kernel(points, queries.stride(), rows);
+        MMLAPLACE_SELECT(matmul<T>)(
+            grads.row(chunk.batch, row), grads.stride(), 1, projection,
+            stride, kernel_grad, stride, rows, value_dims, count, T(1),
+            nullptr);
+        if (inputs.whiten) {
+          MMLAPLACE_SELECT(subtract_row<T>)(
+              kernel, kernel_means[chunk.batch], centred, stride, rows,
+              count);
+          MMLAPLACE_SELECT(matmul<T>)(
+              centred, stride, 1, covariance_grad, stride, kernel_grad,
+              stride, rows, count, count, T(1), kernel_grad);
+        }
+        kernel_gradient(
+            kernel, kernel_grad, points, queries.stride(),
+            query_out.row(chunk.batch, row), landmark_out[index], rows);
+      }
+    }
+  });
+  return {query_grad, chunks.sum(landmark_grad).slice(-1, 0, dims)};
+}
+
+// The rows that query_moments and key_moments return, as matrices.
+struct Statistics {
+  Tensor query_mean;  // of C_q, B x 1 x m
+  Tensor covariance;  // S
+  Tensor key_mean;    // of C_k, B x 1 x m
+  Tensor value_mean;  // of D v, B x 1 x e
+  Tensor cross;       // C_k u without whitening, C_k (D v), B x m x e
+  Tensor value_sum;   // of v, B x 1 x e
+
+  Statistics(
+      const Inputs& inputs, const Tensor& query_moments,
+      const Tensor& key_moments) {
+    const int64_t batches = batch_size(inputs.queries);
+    const int64_t count = inputs.landmark_count();
+    const int64_t value_dims = inputs.values.size(-1);
+    const int64_t num_queries = std::max<int64_t>(inputs.queries.size(-2), 1);
+    const Tensor q = 
+        query_moments.view({batches, 1, query_moments.size(-1)});
+    query_mean = q.slice(-1, 0, count);
+    covariance = q.slice(-1, 2 * count).view({batches, count, count}) /
+        num_queries;
+    const Tensor k = key_moments.view({batches, 1, key_moments.size(-1)});
+    const int64_t means = count + value_dims;
+    key_mean = k.slice(-1, 0, count);
+    value_mean = k.slice(-1, count, means);
+    cross = k.slice(-1, means, means + count * value_dims)
+                .view({batches, count, value_dims});
+    value_sum = k.slice(-1, means + count * value_dims);
+    if (!inputs.whiten) {
+      cross = cross +
+          inputs.keys.size(-2) * at::matmul(key_mean.mT(), value_mean);
+    }
+  }
+};
+
+// Inputs with everything in the dtype of the computation.
+Inputs make_inputs(
+    const Tensor& queries, const Tensor& keys, const Tensor& values,
+    const Tensor& landmarks, double scale, c10::string_view whitening,
+    double eps) {
+  const auto type = compute_type(queries);
+  const Tensor flat = landmarks.to(type).reshape(
+      {batch_size(landmarks), landmarks.size(-2), landmarks.size(-1)});
+  return {queries.to(type), keys.to(type), values.to(type), flat, scale,
+          whitening != "none", eps};
+}
+
+// The factor of the kernel sum, B x 1 x 1.
+Tensor sum_factor(
+    const Inputs& inputs, const Tensor& gain, c10::string_view whitening) {
+  const int64_t batches = batch_size(inputs.queries);
+  if (whitening == "literal") {
+    return at::ones({batches, 1, 1}, inputs.double_options());
+  }
+  return gain.to(at::kDouble).reshape({batches, 1, 1}) /
+      inputs.keys.size(-2);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> laplacian_attention(
+    const Tensor& queries, const Tensor& keys, const Tensor& values,
+    const Tensor& landmarks, const Tensor& gain, double scale,
+    c10::string_view whitening, int64_t num_iters, double eps) {
+  const BelowDispatch guard;
+  const Inputs inputs = make_inputs(
+      queries, keys, values, landmarks, scale, whitening, eps);
+  const auto type = inputs.queries.scalar_type();
+  const int64_t batches = batch_size(queries);
+  const int64_t count = inputs.landmark_count();
+  const int64_t value_dims = values.size(-1);
+
+  const Tensor inverse = newton_schulz_inverse(
+      laplacian_kernel(inputs.landmarks, inputs.landmarks, scale), num_iters,
+      eps, true);
+  const Tensor wide_inverse = inverse.to(at::kDouble);
+  Tensor query_stats = at::zeros(
+      {batches, Moments::elements(count, count)}, inputs.double_options());
+  Tensor key_stats = at::zeros(
+      {batches, Moments::elements(count, value_dims) + value_dims},
+      inputs.double_options());
+  const Tensor key_scales =
+      at::ones({batches, keys.size(-2)}, inputs.keys.options());
+  Tensor output;
+  AT_DISPATCH_FLOATING_TYPES(type, "laplacian_attention", [&] {
+    if (inputs.whiten) {
+      query_stats = query_moments<scalar_t>(inputs);
+    }
+    const Tensor covariance =
+        Statistics(inputs, query_stats, key_stats).covariance;
+    const Tensor form = at::matmul(
+        wide_inverse.mT(), at::matmul(covariance, wide_inverse));
+    key_stats = key_moments<scalar_t>(inputs, form.to(type), key_scales);
+    const Statistics statistics(inputs, query_stats, key_stats);
+    const Tensor projection = sum_factor(inputs, gain, whitening) *
+        at::matmul(wide_inverse, statistics.cross);
+    output = outputs<scalar_t>(
+        inputs, projection.to(type),
+        (statistics.value_sum / keys.size(-2)).to(type));
+  });
+
+  const at::IntArrayRef leading =
+      queries.sizes().slice(0, queries.dim() - 2);
+  const auto unflatten = [&](const Tensor& tensor) {
+    std::vector<int64_t> sizes = leading.vec();
+    sizes.insert(sizes.end(), tensor.sizes().begin() + 1,
+                 tensor.sizes().end());
+    return tensor.view(sizes);
+  };
+  return {output.to(queries.scalar_type()), unflatten(key_scales),
+          unflatten(inverse), unflatten(query_stats), unflatten(key_stats)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>
+laplacian_attention_backward(
+    const Tensor& grad, const Tensor& queries, const Tensor& keys,
+    const Tensor& values, const Tensor& landmarks, const Tensor& gain,
+    const Tensor& key_scales, const Tensor& inverse,
+    const Tensor& query_moments, const Tensor& key_moments, double scale,
+    c10::string_view whitening, int64_t num_iters, double eps) {
+  const BelowDispatch guard;
+  const Inputs inputs = make_inputs(
+      queries, keys, values, landmarks, scale, whitening, eps);
+  const auto type = inputs.queries.scalar_type();
+  const int64_t batches = batch_size(queries);
+  const int64_t count = inputs.landmark_count();
+  const int64_t num_keys = keys.size(-2);
+  const Tensor output_grad = grad.to(type);
+
+  const Tensor x =
+      inverse.reshape({batches, count, count}).to(at::kDouble);
+  const Statistics statistics(inputs, query_moments, key_moments);
+  const Tensor factor = sum_factor(inputs, gain, whitening);
+  const Tensor covariance_x = at::matmul(statistics.covariance, x);
+  const Tensor projected = at::matmul(x, statistics.cross);
+  KeyGradients key_side;
+  Tensor query_grad, landmark_grad, gain_grad;
+  AT_DISPATCH_FLOATING_TYPES(type, "laplacian_attention_backward", [&] {
+    const Tensor sums = projection_gradient<scalar_t>(inputs, output_grad);
+    const Tensor projection_grad = sums.slice(1, 0, count);
+    gain_grad = whitening == "literal"
+        ? at::zeros({batches}, inputs.double_options())
+        : (projection_grad * projected).sum({-2, -1}) / num_keys;
+
+    const Tensor cross_grad = factor * at::matmul(x.mT(), projection_grad);
+    Tensor inverse_grad =
+        factor * at::matmul(projection_grad, statistics.cross.mT());
+    // Without whitening nothing is centred.
+    const double centre = inputs.whiten ? 1 : 0;
+    key_side = key_gradients<scalar_t>(
+        inputs,
+        {key_scales, at::matmul(x.mT(), covariance_x).to(type),
+         (centre * statistics.key_mean).to(type),
+         (centre * statistics.value_mean).to(type), cross_grad.to(type),
+         (sums.slice(1, count) / num_keys).to(type)});
+
+    // sigma_j^2 = k_j^T X^T S X k_j, by way of S and of X.
+    inverse_grad =
+        inverse_grad + 2 * at::matmul(covariance_x, key_side.form);
+    const Tensor covariance_grad =
+        at::matmul(at::matmul(x, key_side.form), x.mT()) *
+        (2.0 / std::max<int64_t>(queries.size(-2), 1));
+    std::tie(query_grad, landmark_grad) = query_gradients<scalar_t>(
+        inputs, output_grad,
+        {(factor * projected).to(type), statistics.query_mean.to(type),
+         covariance_grad.to(type)});
+
+    const Tensor& points = inputs.landmarks;
+    const Tensor kernel = laplacian_kernel(points, points, scale);
+    const auto [left, right] = laplacian_kernel_backward(
+        newton_schulz_inverse_backward(
+            inverse_grad.to(type), kernel, num_iters, eps, true),
+        points, points, kernel, scale);
+    landmark_grad = landmark_grad + key_side.landmarks + left + right;
+  });
+  return {query_grad.to(queries.scalar_type()),
+          key_side.keys.to(keys.scalar_type()),
+          key_side.values.to(values.scalar_type()),
+          landmark_grad.to(landmarks.scalar_type())
+              .reshape(landmarks.sizes()),
+          gain_grad.to(gain.scalar_type()).reshape(gain.sizes())};
+}
+
+TORCH_LIBRARY_IMPL(mmlaplace, CPU, m) {
+  m.impl("laplacian_attention", laplacian_attention);
+  m.impl("laplacian_attention_backward", laplacian_attention_backward);
+}
+
+}  // namespace mmlaplace
