@@ -97,8 +97,13 @@ def _(queries, keys, values, landmarks, gain, scale, whitening, num_iters,
     def double(*shape):
         return queries.new_empty(*leading, *shape, dtype=torch.float64)
 
-    return (queries.new_empty(*leading, num_queries, value_dims),
-            single(num_keys), single(num_landmarks, num_landmarks),
+    if leading:
+        *outer, heads = leading
+        output = queries.new_empty(*outer, num_queries, heads,
+                                   value_dims).transpose(-3, -2)
+    else:
+        output = queries.new_empty(num_queries, value_dims)
+    return (output, single(num_keys), single(num_landmarks, num_landmarks),
             double(num_landmarks * (num_landmarks + 2)),
             double(num_landmarks * (value_dims + 1) + 2 * value_dims))
 

@@ -9,6 +9,7 @@
 #include "cpu/point_gradients.h"
 
 #include <cmath>
+#include <numeric>
 
 namespace mmlaplace {
 
@@ -109,6 +110,9 @@ double* row_of(const Tensor& rows, int64_t index) {
 Tensor merge_chunks(
     const Tensor& partial, const Chunks& chunks, int64_t left,
     int64_t right) {
+  if (chunks.count() == chunks.batches()) {
+    return partial;
+  }
   const Tensor result =
       at::zeros({chunks.batches(), partial.size(-1)}, partial.options());
   for (int64_t index = 0; index < chunks.count(); ++index) {
@@ -120,6 +124,91 @@ Tensor merge_chunks(
   }
   return result;
 }
+
+// A float64 matrix in padded rows, for what is done once for each batch index.
+class Wide {
+ public:
+  Wide(Scratch<double>& scratch, int64_t rows, int64_t columns)
+      : rows_(rows),
+        columns_(columns),
+        stride_(padded(columns)),
+        data_(scratch.allocate(rows, stride_)) {}
+
+  double* row(int64_t index) const {
+    return data_ + index * stride_;
+  }
+
+  // this = factor * source, or that added to this
+  template <typename S>
+  void load(const S* source, int64_t stride, double factor = 1,
+            bool add = false) {
+    for (int64_t i = 0; i < rows_; ++i) {
+      for (int64_t j = 0; j < columns_; ++j) {
+        row(i)[j] = (add ? row(i)[j] : 0) + factor * source[i * stride + j];
+      }
+    }
+  }
+
+  template <typename S>
+  void store(S* target, int64_t stride) const {
+    for (int64_t i = 0; i < rows_; ++i) {
+      std::copy_n(row(i), columns_, target + i * stride);
+    }
+  }
+
+  // this = factor * left @ right, or that added to this
+  void multiply(const Wide& left, const Wide& right, double factor = 1,
+                bool add = false) {
+    MMLAPLACE_SELECT(matmul<double>)(
+        left.data_, left.stride_, 1, right.data_, right.stride_, data_,
+        stride_, rows_, left.columns_, columns_, factor,
+        add ? data_ : nullptr);
+  }
+
+  // The same with the transpose of left.
+  void multiply_transposed(const Wide& left, const Wide& right,
+                           double factor = 1) {
+    MMLAPLACE_SELECT(matmul<double>)(
+        left.data_, 1, left.stride_, right.data_, right.stride_, data_,
+        stride_, rows_, left.rows_, columns_, factor, nullptr);
+  }
+
+  void add_row(int64_t index, const double* source, double factor) {
+    for (int64_t j = 0; j < columns_; ++j) {
+      row(index)[j] += factor * source[j];
+    }
+  }
+
+  void fill(double value) {
+    std::fill_n(data_, rows_ * stride_, value);
+  }
+
+  void scale(double factor) {
+    for (int64_t i = 0; i < rows_ * stride_; ++i) {
+      data_[i] *= factor;
+    }
+  }
+
+  double inner_product(const Wide& other) const {
+    double sum = 0;
+    for (int64_t i = 0; i < rows_; ++i) {
+      sum = std::inner_product(row(i), row(i) + columns_, other.row(i), sum);
+    }
+    return sum;
+  }
+
+  void transpose(const Wide& other) {
+    MMLAPLACE_SELECT(transpose<double>)(
+        other.data_, other.stride_, data_, stride_, other.rows_,
+        other.columns_);
+  }
+
+ private:
+  int64_t rows_;
+  int64_t columns_;
+  int64_t stride_;
+  double* data_;
+};
 
 // The landmarks of one matrix at a time, and tiles of the kernel with them.
 template <typename T>
@@ -174,7 +263,7 @@ class PaddedMatrices {
   }
 
   const T* load(int64_t batch) const {
-    MMLAPLACE_SELECT(copy_rows<T>)(
+    MMLAPLACE_SELECT(pad_rows<T>)(
         matrices_[batch], matrices_.stride(), memory_, stride(), rows(),
         columns());
     return memory_;
@@ -197,6 +286,10 @@ struct Inputs {
 
   int64_t landmark_count() const {
     return landmarks.size(-2);
+  }
+  // 1 / N, or 1 where there are no queries.
+  double query_share() const {
+    return 1.0 / std::max<int64_t>(queries.size(-2), 1);
   }
   at::TensorOptions double_options() const {
     return queries.options().dtype(at::kDouble);
@@ -241,9 +334,10 @@ Tensor query_moments(const Inputs& inputs) {
 // D v, and behind these the sum of the values.
 template <typename T>
 Tensor key_moments(
-    const Inputs& inputs, const Tensor& quadratic_form,
+    const Inputs& inputs, const Tensor& quadratic_forms,
     const Tensor& key_scales) {
   const Matrices<T> keys(inputs.keys), values(inputs.values);
+  const Matrices<T> forms(quadratic_forms);
   const Chunks chunks(inputs.keys, inputs.landmarks);
   const int64_t count = inputs.landmark_count(), stride = padded(count);
   const int64_t value_dims = values.columns();
@@ -254,7 +348,6 @@ Tensor key_moments(
   const T eps = static_cast<T>(inputs.eps);
   at::parallel_for(0, chunks.count(), 1, [&](int64_t begin, int64_t end) {
     LandmarkTiles<T> landmarks(inputs.landmarks, inputs.scale);
-    const PaddedMatrices<T> forms(quadratic_form);
     Scratch<T> scratch;
     T* const product = scratch.allocate(kTileRows, stride);
     T* const weighted = scratch.allocate(kTileRows, value_stride);
@@ -268,7 +361,6 @@ Tensor key_moments(
       T* const scales =
           key_scales.data_ptr<T>() + chunk.batch * keys.rows();
       landmarks.load(chunk.batch);
-      const T* const form = forms.load(chunk.batch);
       for (int64_t row = chunk.first; row < chunk.last; row += kTileRows) {
         const int64_t rows = std::min(kTileRows, chunk.last - row);
         T* const kernel = landmarks.kernel(
@@ -276,8 +368,8 @@ Tensor key_moments(
         const T* const tile_values = values.row(chunk.batch, row);
         if (inputs.whiten) {
           MMLAPLACE_SELECT(matmul<T>)(
-              kernel, stride, 1, form, stride, product, stride, rows, count,
-              count, T(1), nullptr);
+              kernel, stride, 1, forms[chunk.batch], stride, product, stride,
+              rows, count, count, T(1), nullptr);
           MMLAPLACE_SELECT(row_products<T>)(
               kernel, product, stride, rows, count, scales + row);
           for (int64_t i = row; i < row + rows; ++i) {
@@ -311,29 +403,116 @@ Tensor key_moments(
   return moments;
 }
 
+// One matrix of size rows x columns for each batch index, in padded rows.
+template <typename T>
+Tensor padded_matrices(const Inputs& inputs, int64_t rows, int64_t columns) {
+  return at::empty(
+      {batch_size(inputs.queries), rows, padded(columns)},
+      inputs.queries.options().dtype(c10::CppTypeToScalarType<T>::value));
+}
+
+// X^T S X, from the moments of the queries.
+template <typename T>
+Tensor quadratic_forms(
+    const Inputs& inputs, const Tensor& query_moments,
+    const Tensor& inverse) {
+  const int64_t count = inputs.landmark_count();
+  const Tensor result = padded_matrices<T>(inputs, count, count);
+  const Matrices<T> out(result), inverses(inverse);
+  at::parallel_for(
+      0, batch_size(inputs.queries), 1, [&](int64_t begin, int64_t end) {
+        Scratch<double> scratch;
+        Wide x(scratch, count, count), covariance(scratch, count, count),
+            product(scratch, count, count), form(scratch, count, count);
+        for (int64_t batch = begin; batch < end; ++batch) {
+          const Moments moments(row_of(query_moments, batch), count, count);
+          x.load(inverses[batch], count);
+          covariance.load(moments.product, count, inputs.query_share());
+          product.multiply(covariance, x);
+          form.multiply_transposed(x, product);
+          form.store(out[batch], out.stride());
+        }
+      });
+  return result;
+}
+
+// C_k u, or C_k v without whitening.
+void load_cross(const Inputs& inputs, const Moments& moments, Wide& cross) {
+  cross.load(moments.product, moments.right_columns);
+  if (!inputs.whiten) {
+    for (int64_t i = 0; i < moments.left_columns; ++i) {
+      cross.add_row(
+          i, moments.right_mean,
+          moments.left_mean[i] * inputs.keys.size(-2));
+    }
+  }
+}
+
+// Y = (g / M) X C_k u and mean(v), from the moments of the keys.
+template <typename T>
+std::tuple<Tensor, Tensor> project(
+    const Inputs& inputs, const Tensor& key_moments, const Tensor& inverse,
+    const Tensor& factors) {
+  const int64_t count = inputs.landmark_count();
+  const int64_t value_dims = inputs.values.size(-1);
+  const int64_t num_keys = inputs.keys.size(-2);
+  const Tensor projection = padded_matrices<T>(inputs, count, value_dims);
+  const Tensor value_mean = padded_matrices<T>(inputs, 1, value_dims);
+  const Matrices<T> out(projection), means(value_mean), inverses(inverse);
+  at::parallel_for(
+      0, batch_size(inputs.queries), 1, [&](int64_t begin, int64_t end) {
+        Scratch<double> scratch;
+        Wide x(scratch, count, count), cross(scratch, count, value_dims),
+            product(scratch, count, value_dims);
+        for (int64_t batch = begin; batch < end; ++batch) {
+          double* const row = row_of(key_moments, batch);
+          const Moments moments(row, count, value_dims);
+          x.load(inverses[batch], count);
+          load_cross(inputs, moments, cross);
+          product.multiply(x, cross, factors.data_ptr<double>()[batch]);
+          product.store(out[batch], out.stride());
+          const double* const sum =
+              row + Moments::elements(count, value_dims);
+          for (int64_t c = 0; c < value_dims; ++c) {
+            means[batch][c] = sum[c] / num_keys;
+          }
+        }
+      });
+  return {projection, value_mean};
+}
+
+// (..., N, e), whose memory holds the last of the leading dimensions, the
+// heads, within each token: they are then concatenated without a copy.
+Tensor empty_outputs(const Inputs& inputs) {
+  std::vector<int64_t> sizes = matrix_sizes(
+      inputs.queries, inputs.queries.size(-2), inputs.values.size(-1));
+  if (sizes.size() == 2) {
+    return at::empty(sizes, inputs.queries.options());
+  }
+  std::swap(sizes[sizes.size() - 3], sizes[sizes.size() - 2]);
+  return at::empty(sizes, inputs.queries.options()).transpose(-3, -2);
+}
+
 // Second pass over the queries: C_q Y + mean(v).
 template <typename T>
 Tensor outputs(
     const Inputs& inputs, const Tensor& projection,
     const Tensor& value_mean) {
-  const Matrices<T> queries(inputs.queries), means(value_mean);
+  const Matrices<T> queries(inputs.queries);
+  const Matrices<T> projections(projection), means(value_mean);
   const Chunks chunks(inputs.queries, inputs.landmarks);
   const int64_t count = inputs.landmark_count(), stride = padded(count);
   const int64_t value_dims = inputs.values.size(-1);
   const int64_t value_stride = padded(value_dims);
-  const Tensor result = at::empty(
-      matrix_sizes(inputs.queries, queries.rows(), value_dims),
-      inputs.queries.options().dtype(c10::CppTypeToScalarType<T>::value));
+  const Tensor result = empty_outputs(inputs);
   const Matrices<T> out(result);
   at::parallel_for(0, chunks.count(), 1, [&](int64_t begin, int64_t end) {
     LandmarkTiles<T> landmarks(inputs.landmarks, inputs.scale);
-    const PaddedMatrices<T> projections(projection);
     Scratch<T> scratch;
     T* const tile = scratch.allocate(kTileRows, value_stride);
     for (int64_t index = begin; index < end; ++index) {
       const Chunk chunk = chunks[index];
       landmarks.load(chunk.batch);
-      const T* const weights = projections.load(chunk.batch);
       for (int64_t row = chunk.first; row < chunk.last; row += kTileRows) {
         const int64_t rows = std::min(kTileRows, chunk.last - row);
         const T* const kernel = landmarks.kernel(
@@ -341,8 +520,8 @@ Tensor outputs(
         MMLAPLACE_SELECT(repeat_row<T>)(
             means[chunk.batch], tile, value_stride, rows, value_dims);
         MMLAPLACE_SELECT(matmul<T>)(
-            kernel, stride, 1, weights, value_stride, tile, value_stride,
-            rows, count, value_dims, T(1), tile);
+            kernel, stride, 1, projections[chunk.batch], value_stride, tile,
+            value_stride, rows, count, value_dims, T(1), tile);
         MMLAPLACE_SELECT(copy_rows<T>)(
             tile, value_stride, out.row(chunk.batch, row), out.stride(),
             rows, value_dims);
@@ -352,8 +531,8 @@ Tensor outputs(
   return result;
 }
 
-// First backward pass, over the queries: C_q^T grad and, behind it, the sum of
-// the rows of grad.
+// First backward pass, over the queries: C_q^T grad of each chunk and, behind
+// it, the sum of the rows of grad.
 template <typename T>
 Tensor projection_gradient(const Inputs& inputs, const Tensor& output_grad) {
   const Matrices<T> queries(inputs.queries), grads(output_grad);
@@ -397,7 +576,144 @@ Tensor projection_gradient(const Inputs& inputs, const Tensor& output_grad) {
           value_dims);
     }
   });
-  return chunks.sum(partial);
+  return partial;
+}
+
+// What the later backward passes need, for each batch index.
+struct Gradients {
+  Tensor quadratic_form;         // X^T S X
+  Tensor cross_grad;             // of C_k u
+  Tensor cross_grad_transposed;
+  Tensor kernel_mean;            // the row that C_k^T is centred by
+  Tensor value_mean;             // the row that D v is centred by
+  Tensor mean_grad;              // of each value, by way of mean(v)
+  Tensor projection_transposed;  // Y^T
+  Tensor query_mean;             // the mean row of C_q
+  Tensor covariance_grad;        // 2 / N times the gradient of S
+  Tensor inverse_grad;           // of X
+  Tensor gain;                   // of the gain, in float64
+};
+
+// After the first backward pass: all but covariance_grad.
+template <typename T>
+Gradients start_gradients(
+    const Inputs& inputs, const Tensor& query_moments,
+    const Tensor& key_moments, const Tensor& inverse, const Tensor& factors,
+    const Tensor& partial) {
+  const int64_t batches = batch_size(inputs.queries);
+  const int64_t count = inputs.landmark_count();
+  const int64_t value_dims = inputs.values.size(-1);
+  const int64_t num_keys = inputs.keys.size(-2);
+  const int64_t per_batch =
+      Chunks(inputs.queries, inputs.landmarks).per_batch();
+  const Gradients result{
+      quadratic_forms<T>(inputs, query_moments, inverse),
+      padded_matrices<T>(inputs, count, value_dims),
+      padded_matrices<T>(inputs, value_dims, count),
+      padded_matrices<T>(inputs, 1, count),
+      padded_matrices<T>(inputs, 1, value_dims),
+      padded_matrices<T>(inputs, 1, value_dims),
+      padded_matrices<T>(inputs, value_dims, count),
+      padded_matrices<T>(inputs, 1, count),
+      padded_matrices<T>(inputs, count, count),
+      at::empty({batches, count, count}, inputs.double_options()),
+      at::empty({batches}, inputs.double_options())};
+  const Matrices<T> inverses(inverse), partials(partial),
+      cross_out(result.cross_grad),
+      cross_transposed_out(result.cross_grad_transposed),
+      kernel_mean_out(result.kernel_mean), value_mean_out(result.value_mean),
+      mean_grad_out(result.mean_grad),
+      projection_out(result.projection_transposed),
+      query_mean_out(result.query_mean);
+  const Matrices<double> inverse_grad_out(result.inverse_grad);
+  double* const gain_out = result.gain.data_ptr<double>();
+  at::parallel_for(0, batches, 1, [&](int64_t begin, int64_t end) {
+    Scratch<double> scratch;
+    Wide x(scratch, count, count), inverse_grad(scratch, count, count);
+    Wide cross(scratch, count, value_dims),
+        projected(scratch, count, value_dims),
+        projection_grad(scratch, count, value_dims),
+        cross_grad(scratch, count, value_dims);
+    Wide transposed(scratch, value_dims, count);
+    Wide value_sum(scratch, 1, value_dims);
+    for (int64_t batch = begin; batch < end; ++batch) {
+      const double factor = factors.data_ptr<double>()[batch];
+      const Moments query_stats(row_of(query_moments, batch), count, count);
+      const Moments key_stats(row_of(key_moments, batch), count, value_dims);
+      x.load(inverses[batch], count);
+      load_cross(inputs, key_stats, cross);
+      projection_grad.fill(0);
+      value_sum.fill(0);
+      for (int64_t i = batch * per_batch; i < (batch + 1) * per_batch; ++i) {
+        projection_grad.load(partials[i], value_dims, 1, true);
+        value_sum.load(partials.row(i, count), value_dims, 1, true);
+      }
+      projected.multiply(x, cross);
+      gain_out[batch] = projected.inner_product(projection_grad) / num_keys;
+
+      cross_grad.multiply_transposed(x, projection_grad, factor);
+      cross_grad.store(cross_out[batch], cross_out.stride());
+      transposed.transpose(cross_grad);
+      transposed.store(
+          cross_transposed_out[batch], cross_transposed_out.stride());
+      transposed.transpose(cross);
+      inverse_grad.multiply(projection_grad, transposed, factor);
+      inverse_grad.store(inverse_grad_out[batch], count);
+      transposed.transpose(projected);
+      transposed.scale(factor);
+      transposed.store(projection_out[batch], projection_out.stride());
+
+      // Without whitening nothing is centred.
+      const double whiten = inputs.whiten ? 1 : 0;
+      for (int64_t i = 0; i < count; ++i) {
+        query_mean_out[batch][i] = query_stats.left_mean[i];
+        kernel_mean_out[batch][i] = whiten * key_stats.left_mean[i];
+      }
+      for (int64_t c = 0; c < value_dims; ++c) {
+        value_mean_out[batch][c] = whiten * key_stats.right_mean[c];
+        mean_grad_out[batch][c] = value_sum.row(0)[c] / num_keys;
+      }
+    }
+  });
+  return result;
+}
+
+// After the second: sigma_j^2 = k_j^T X^T S X k_j, by way of S and of X.
+template <typename T>
+void finish_gradients(
+    const Inputs& inputs, const Tensor& query_moments, const Tensor& inverse,
+    const Tensor& form_grad, const Gradients& gradients) {
+  const int64_t count = inputs.landmark_count();
+  const int64_t per_batch = Chunks(inputs.keys, inputs.landmarks).per_batch();
+  const Matrices<T> inverses(inverse), form_grads(form_grad),
+      covariance_out(gradients.covariance_grad);
+  const Matrices<double> inverse_grad_out(gradients.inverse_grad);
+  at::parallel_for(
+      0, batch_size(inputs.queries), 1, [&](int64_t begin, int64_t end) {
+        Scratch<double> scratch;
+        Wide x(scratch, count, count), covariance(scratch, count, count),
+            form(scratch, count, count), product(scratch, count, count),
+            transposed(scratch, count, count),
+            result(scratch, count, count);
+        for (int64_t batch = begin; batch < end; ++batch) {
+          const Moments moments(row_of(query_moments, batch), count, count);
+          x.load(inverses[batch], count);
+          covariance.load(moments.product, count, inputs.query_share());
+          form.fill(0);
+          for (int64_t i = batch * per_batch; i < (batch + 1) * per_batch;
+               ++i) {
+            form.load(form_grads[i], form_grads.stride(), 1, true);
+          }
+          product.multiply(covariance, x);
+          result.load(inverse_grad_out[batch], count);
+          result.multiply(product, form, 2, true);
+          result.store(inverse_grad_out[batch], count);
+          transposed.transpose(x);
+          product.multiply(x, form);
+          result.multiply(product, transposed, 2 * inputs.query_share());
+          result.store(covariance_out[batch], covariance_out.stride());
+        }
+      });
 }
 
 // From the gradient of tiles of the kernel to that of points and landmarks.
@@ -437,31 +753,24 @@ class KernelGradient {
   const T* loaded_ = nullptr;
 };
 
-// What the backward pass over the keys needs of the forward pass and of the
-// first over the queries.
-struct KeyContext {
-  Tensor scales;          // D
-  Tensor quadratic_form;  // X^T S X
-  Tensor kernel_mean;     // the row that C_k^T is centred by
-  Tensor value_mean;      // the row that D v is centred by
-  Tensor cross_grad;      // of C_k u
-  Tensor mean_grad;       // of each value, by way of mean(v)
-};
-
 struct KeyGradients {
   Tensor keys;
   Tensor values;
   Tensor landmarks;
-  Tensor form;  // sum_j of the gradient of sigma_j^2 times k_j k_j^T
+  Tensor form;  // of each chunk, sum_j (gradient of sigma_j^2) k_j k_j^T
 };
 
 // Second backward pass, over the keys.
 template <typename T>
 KeyGradients key_gradients(
-    const Inputs& inputs, const KeyContext& context) {
+    const Inputs& inputs, const Tensor& key_scales,
+    const Gradients& context) {
   const Matrices<T> keys(inputs.keys), values(inputs.values);
-  const Matrices<T> kernel_means(context.kernel_mean),
-      value_means(context.value_mean), mean_grads(context.mean_grad);
+  const Matrices<T> forms(context.quadratic_form),
+      cross_grads(context.cross_grad),
+      cross_grads_transposed(context.cross_grad_transposed),
+      kernel_means(context.kernel_mean), value_means(context.value_mean),
+      mean_grads(context.mean_grad);
   const Chunks chunks(inputs.keys, inputs.landmarks);
   const int64_t count = inputs.landmark_count(), stride = padded(count);
   const int64_t dims = keys.columns(), value_dims = values.columns();
@@ -478,9 +787,6 @@ KeyGradients key_gradients(
   at::parallel_for(0, chunks.count(), 1, [&](int64_t begin, int64_t end) {
     LandmarkTiles<T> landmarks(inputs.landmarks, inputs.scale);
     KernelGradient<T> kernel_gradient(inputs.landmarks, inputs.scale);
-    const PaddedMatrices<T> forms(context.quadratic_form);
-    const PaddedMatrices<T> cross_grads(context.cross_grad);
-    const PaddedMatrices<T> cross_grads_transposed(context.cross_grad.mT());
     Scratch<T> scratch;
     T* const weighted = scratch.allocate(kTileRows, value_stride);
     T* const centred = scratch.allocate(kTileRows, value_stride);
@@ -492,13 +798,12 @@ KeyGradients key_gradients(
       const Chunk chunk = chunks[index];
       landmarks.load(chunk.batch);
       kernel_gradient.load(chunk.batch);
-      const T* const form = forms.load(chunk.batch);
-      const T* const cross = cross_grads.load(chunk.batch);
-      const T* const cross_transposed =
-          cross_grads_transposed.load(chunk.batch);
+      const T* const form = forms[chunk.batch];
+      const T* const cross = cross_grads[chunk.batch];
+      const T* const cross_transposed = cross_grads_transposed[chunk.batch];
       const T* const mean_grad = mean_grads[chunk.batch];
       const T* const scales =
-          context.scales.data_ptr<T>() + chunk.batch * keys.rows();
+          key_scales.data_ptr<T>() + chunk.batch * keys.rows();
       for (int64_t row = chunk.first; row < chunk.last; row += kTileRows) {
         const int64_t rows = std::min(kTileRows, chunk.last - row);
         const T* const points = keys.row(chunk.batch, row);
@@ -557,24 +862,19 @@ KeyGradients key_gradients(
     }
   });
   return {key_grad, value_grad, chunks.sum(landmark_grad).slice(-1, 0, dims),
-          chunks.sum(form_grad).slice(-1, 0, count)};
+          form_grad};
 }
-
-// What the last backward pass needs of those before it.
-struct QueryContext {
-  Tensor projection;       // Y
-  Tensor kernel_mean;      // of C_q
-  Tensor covariance_grad;  // 2 / N times the gradient of S
-};
 
 // Third backward pass, over the queries. Returns their gradient and that of
 // the landmarks.
 template <typename T>
 std::tuple<Tensor, Tensor> query_gradients(
     const Inputs& inputs, const Tensor& output_grad,
-    const QueryContext& context) {
+    const Gradients& context) {
   const Matrices<T> queries(inputs.queries), grads(output_grad);
-  const Matrices<T> kernel_means(context.kernel_mean);
+  const Matrices<T> projections(context.projection_transposed),
+      covariance_grads(context.covariance_grad),
+      kernel_means(context.query_mean);
   const Chunks chunks(inputs.queries, inputs.landmarks);
   const int64_t count = inputs.landmark_count(), stride = padded(count);
   const int64_t dims = queries.columns(), value_dims = grads.columns();
@@ -587,8 +887,6 @@ std::tuple<Tensor, Tensor> query_gradients(
   at::parallel_for(0, chunks.count(), 1, [&](int64_t begin, int64_t end) {
     LandmarkTiles<T> landmarks(inputs.landmarks, inputs.scale);
     KernelGradient<T> kernel_gradient(inputs.landmarks, inputs.scale);
-    const PaddedMatrices<T> projections(context.projection.mT());
-    const PaddedMatrices<T> covariance_grads(context.covariance_grad);
     Scratch<T> scratch;
     T* const kernel_grad = scratch.allocate(kTileRows, stride);
     T* const centred = scratch.allocate(kTileRows, stride);
@@ -596,8 +894,8 @@ std::tuple<Tensor, Tensor> query_gradients(
       const Chunk chunk = chunks[index];
       landmarks.load(chunk.batch);
       kernel_gradient.load(chunk.batch);
-      const T* const projection = projections.load(chunk.batch);
-      const T* const covariance_grad = covariance_grads.load(chunk.batch);
+      const T* const projection = projections[chunk.batch];
+      const T* const covariance_grad = covariance_grads[chunk.batch];
       for (int64_t row = chunk.first; row < chunk.last; row += kTileRows) {
         const int64_t rows = std::min(kTileRows, chunk.last - row);
         const T* const points = queries.row(chunk.batch, row);
@@ -624,41 +922,6 @@ std::tuple<Tensor, Tensor> query_gradients(
   return {query_grad, chunks.sum(landmark_grad).slice(-1, 0, dims)};
 }
 
-// The rows that query_moments and key_moments return, as matrices.
-struct Statistics {
-  Tensor query_mean;  // of C_q, B x 1 x m
-  Tensor covariance;  // S
-  Tensor key_mean;    // of C_k, B x 1 x m
-  Tensor value_mean;  // of D v, B x 1 x e
-  Tensor cross;       // C_k u without whitening, C_k (D v), B x m x e
-  Tensor value_sum;   // of v, B x 1 x e
-
-  Statistics(
-      const Inputs& inputs, const Tensor& query_moments,
-      const Tensor& key_moments) {
-    const int64_t batches = batch_size(inputs.queries);
-    const int64_t count = inputs.landmark_count();
-    const int64_t value_dims = inputs.values.size(-1);
-    const int64_t num_queries = std::max<int64_t>(inputs.queries.size(-2), 1);
-    const Tensor q = 
-        query_moments.view({batches, 1, query_moments.size(-1)});
-    query_mean = q.slice(-1, 0, count);
-    covariance = q.slice(-1, 2 * count).view({batches, count, count}) /
-        num_queries;
-    const Tensor k = key_moments.view({batches, 1, key_moments.size(-1)});
-    const int64_t means = count + value_dims;
-    key_mean = k.slice(-1, 0, count);
-    value_mean = k.slice(-1, count, means);
-    cross = k.slice(-1, means, means + count * value_dims)
-                .view({batches, count, value_dims});
-    value_sum = k.slice(-1, means + count * value_dims);
-    if (!inputs.whiten) {
-      cross = cross +
-          inputs.keys.size(-2) * at::matmul(key_mean.mT(), value_mean);
-    }
-  }
-};
-
 // Inputs with everything in the dtype of the computation.
 Inputs make_inputs(
     const Tensor& queries, const Tensor& keys, const Tensor& values,
@@ -671,15 +934,14 @@ Inputs make_inputs(
           whitening != "none", eps};
 }
 
-// The factor of the kernel sum, B x 1 x 1.
-Tensor sum_factor(
+// The factor of the kernel sum, g / M, for each batch index.
+Tensor sum_factors(
     const Inputs& inputs, const Tensor& gain, c10::string_view whitening) {
   const int64_t batches = batch_size(inputs.queries);
   if (whitening == "literal") {
-    return at::ones({batches, 1, 1}, inputs.double_options());
+    return at::ones({batches}, inputs.double_options());
   }
-  return gain.to(at::kDouble).reshape({batches, 1, 1}) /
-      inputs.keys.size(-2);
+  return gain.to(at::kDouble).reshape({batches}) / inputs.keys.size(-2);
 }
 
 }  // namespace
@@ -694,35 +956,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> laplacian_attention(
   const auto type = inputs.queries.scalar_type();
   const int64_t batches = batch_size(queries);
   const int64_t count = inputs.landmark_count();
-  const int64_t value_dims = values.size(-1);
 
   const Tensor inverse = newton_schulz_inverse(
       laplacian_kernel(inputs.landmarks, inputs.landmarks, scale), num_iters,
       eps, true);
-  const Tensor wide_inverse = inverse.to(at::kDouble);
-  Tensor query_stats = at::zeros(
-      {batches, Moments::elements(count, count)}, inputs.double_options());
-  Tensor key_stats = at::zeros(
-      {batches, Moments::elements(count, value_dims) + value_dims},
-      inputs.double_options());
   const Tensor key_scales =
       at::ones({batches, keys.size(-2)}, inputs.keys.options());
-  Tensor output;
+  Tensor output, query_stats, key_stats;
   AT_DISPATCH_FLOATING_TYPES(type, "laplacian_attention", [&] {
-    if (inputs.whiten) {
-      query_stats = query_moments<scalar_t>(inputs);
-    }
-    const Tensor covariance =
-        Statistics(inputs, query_stats, key_stats).covariance;
-    const Tensor form = at::matmul(
-        wide_inverse.mT(), at::matmul(covariance, wide_inverse));
-    key_stats = key_moments<scalar_t>(inputs, form.to(type), key_scales);
-    const Statistics statistics(inputs, query_stats, key_stats);
-    const Tensor projection = sum_factor(inputs, gain, whitening) *
-        at::matmul(wide_inverse, statistics.cross);
-    output = outputs<scalar_t>(
-        inputs, projection.to(type),
-        (statistics.value_sum / keys.size(-2)).to(type));
+    query_stats = inputs.whiten
+        ? query_moments<scalar_t>(inputs)
+        : at::zeros({batches, Moments::elements(count, count)},
+                    inputs.double_options());
+    key_stats = key_moments<scalar_t>(
+        inputs, quadratic_forms<scalar_t>(inputs, query_stats, inverse),
+        key_scales);
+    const auto [projection, value_mean] = project<scalar_t>(
+        inputs, key_stats, inverse, sum_factors(inputs, gain, whitening));
+    output = outputs<scalar_t>(inputs, projection, value_mean);
   });
 
   const at::IntArrayRef leading =
@@ -748,63 +999,41 @@ laplacian_attention_backward(
   const Inputs inputs = make_inputs(
       queries, keys, values, landmarks, scale, whitening, eps);
   const auto type = inputs.queries.scalar_type();
-  const int64_t batches = batch_size(queries);
   const int64_t count = inputs.landmark_count();
-  const int64_t num_keys = keys.size(-2);
   const Tensor output_grad = grad.to(type);
-
   const Tensor x =
-      inverse.reshape({batches, count, count}).to(at::kDouble);
-  const Statistics statistics(inputs, query_moments, key_moments);
-  const Tensor factor = sum_factor(inputs, gain, whitening);
-  const Tensor covariance_x = at::matmul(statistics.covariance, x);
-  const Tensor projected = at::matmul(x, statistics.cross);
+      inverse.reshape({batch_size(queries), count, count}).contiguous();
+
+  Gradients gradients;
   KeyGradients key_side;
-  Tensor query_grad, landmark_grad, gain_grad;
+  Tensor query_grad, landmark_grad;
   AT_DISPATCH_FLOATING_TYPES(type, "laplacian_attention_backward", [&] {
-    const Tensor sums = projection_gradient<scalar_t>(inputs, output_grad);
-    const Tensor projection_grad = sums.slice(1, 0, count);
-    gain_grad = whitening == "literal"
-        ? at::zeros({batches}, inputs.double_options())
-        : (projection_grad * projected).sum({-2, -1}) / num_keys;
-
-    const Tensor cross_grad = factor * at::matmul(x.mT(), projection_grad);
-    Tensor inverse_grad =
-        factor * at::matmul(projection_grad, statistics.cross.mT());
-    // Without whitening nothing is centred.
-    const double centre = inputs.whiten ? 1 : 0;
-    key_side = key_gradients<scalar_t>(
-        inputs,
-        {key_scales, at::matmul(x.mT(), covariance_x).to(type),
-         (centre * statistics.key_mean).to(type),
-         (centre * statistics.value_mean).to(type), cross_grad.to(type),
-         (sums.slice(1, count) / num_keys).to(type)});
-
-    // sigma_j^2 = k_j^T X^T S X k_j, by way of S and of X.
-    inverse_grad =
-        inverse_grad + 2 * at::matmul(covariance_x, key_side.form);
-    const Tensor covariance_grad =
-        at::matmul(at::matmul(x, key_side.form), x.mT()) *
-        (2.0 / std::max<int64_t>(queries.size(-2), 1));
-    std::tie(query_grad, landmark_grad) = query_gradients<scalar_t>(
-        inputs, output_grad,
-        {(factor * projected).to(type), statistics.query_mean.to(type),
-         covariance_grad.to(type)});
-
-    const Tensor& points = inputs.landmarks;
-    const Tensor kernel = laplacian_kernel(points, points, scale);
-    const auto [left, right] = laplacian_kernel_backward(
-        newton_schulz_inverse_backward(
-            inverse_grad.to(type), kernel, num_iters, eps, true),
-        points, points, kernel, scale);
-    landmark_grad = landmark_grad + key_side.landmarks + left + right;
+    gradients = start_gradients<scalar_t>(
+        inputs, query_moments, key_moments, x,
+        sum_factors(inputs, gain, whitening),
+        projection_gradient<scalar_t>(inputs, output_grad));
+    key_side = key_gradients<scalar_t>(inputs, key_scales, gradients);
+    finish_gradients<scalar_t>(
+        inputs, query_moments, x, key_side.form, gradients);
+    std::tie(query_grad, landmark_grad) =
+        query_gradients<scalar_t>(inputs, output_grad, gradients);
   });
+  const Tensor& points = inputs.landmarks;
+  const Tensor kernel = laplacian_kernel(points, points, scale);
+  const auto [left, right] = laplacian_kernel_backward(
+      newton_schulz_inverse_backward(
+          gradients.inverse_grad.to(type), kernel, num_iters, eps, true),
+      points, points, kernel, scale);
+  landmark_grad = landmark_grad + key_side.landmarks + left + right;
+  if (whitening == "literal") {
+    gradients.gain.zero_();
+  }
   return {query_grad.to(queries.scalar_type()),
           key_side.keys.to(keys.scalar_type()),
           key_side.values.to(values.scalar_type()),
           landmark_grad.to(landmarks.scalar_type())
               .reshape(landmarks.sizes()),
-          gain_grad.to(gain.scalar_type()).reshape(gain.sizes())};
+          gradients.gain.to(gain.scalar_type()).reshape(gain.sizes())};
 }
 
 TORCH_LIBRARY_IMPL(mmlaplace, CPU, m) {

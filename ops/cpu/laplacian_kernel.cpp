@@ -86,7 +86,7 @@ std::tuple<Tensor, Tensor> backward(
   T* const few_grad = partial.data_ptr<T>();
   const T factor = static_cast<T>(-1 / scale);
   const auto multiply = MMLAPLACE_SELECT(multiply<T>);
-  const auto copy_rows = MMLAPLACE_SELECT(copy_rows<T>);
+  const auto pad_rows = MMLAPLACE_SELECT(pad_rows<T>);
 
   at::parallel_for(
       0, batch_size(many) * chunks, 1, [&](int64_t begin, int64_t end) {
@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor> backward(
           const int64_t batch = item / chunks;
           const int64_t first = item % chunks * chunk;
           const int64_t last = std::min(first + chunk, q.rows());
-          copy_rows(k[batch], k.stride(), keys, point_stride, columns, dims);
+          pad_rows(k[batch], k.stride(), keys, point_stride, columns, dims);
           for (int64_t row = first; row < last; row += tile_rows(columns)) {
             const int64_t rows = std::min(tile_rows(columns), last - row);
             if (transposed) {
@@ -118,7 +118,7 @@ std::tuple<Tensor, Tensor> backward(
         }
       });
   const Tensor few_sum =
-      partial.sum(1).slice(-1, 0, dims).reshape(few.sizes());
+      partial.sum(1).slice(-1, 0, dims).contiguous().view(few.sizes());
   return {many_grad.to(many.scalar_type()), few_sum.to(few.scalar_type())};
 }
 

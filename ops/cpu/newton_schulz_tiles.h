@@ -102,7 +102,7 @@ struct NewtonSchulz {
   }
 
   void load(const T* source, int64_t stride, T eps) {
-    copy_rows(source, stride, matrix, padded(size), size, size);
+    pad_rows(source, stride, matrix, padded(size), size, size);
     for (int64_t i = 0; i < size; ++i) {
       matrix[i * padded(size) + i] += eps;
     }

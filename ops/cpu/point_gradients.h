@@ -28,7 +28,7 @@ class PointGradients {
           point_grad, dims_, key_grad, rows, columns, dims_);
       return;
     }
-    MMLAPLACE_SELECT(copy_rows<T>)(
+    MMLAPLACE_SELECT(pad_rows<T>)(
         points, point_stride, points_, stride, rows, dims_);
     MMLAPLACE_SELECT(kernel_backward_tile<T>)(
         weights, weight_stride, points_, stride, keys, stride, grads_, stride,

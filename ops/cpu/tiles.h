@@ -148,6 +148,13 @@ struct KernelBlock {
     }
     const T* q = queries + row * query_stride;
     const T* k = keys + column;
+    // The rows of the next block: far apart, they escape the processor's own
+    // prediction.
+    for (int r = 0; r < kR; ++r) {
+      for (int64_t c = 0; c < dims; c += 64 / sizeof(T)) {
+        __builtin_prefetch(q + (kR + r) * query_stride + c);
+      }
+    }
     for (int64_t c = 0; c < dims; ++c) {
       V loaded[kV];
       for (int v = 0; v < kV; ++v) {
@@ -283,10 +290,19 @@ void kernel_backward_tile(
   }
 }
 
-// Copies rows and fills the target up to its stride with zeros, or, where the
-// target is dense, leaves the padding of the source behind.
 template <typename T>
 void copy_rows(
+    const T* source, int64_t source_stride, T* target, int64_t target_stride,
+    int64_t rows, int64_t columns) {
+  for (int64_t i = 0; i < rows; ++i) {
+    std::copy_n(source + i * source_stride, columns,
+                target + i * target_stride);
+  }
+}
+
+// Copies rows and fills those of the target up to their stride with zeros.
+template <typename T>
+void pad_rows(
     const T* source, int64_t source_stride, T* target, int64_t target_stride,
     int64_t rows, int64_t columns) {
   for (int64_t i = 0; i < rows; ++i) {

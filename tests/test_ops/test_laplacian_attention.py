@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from mmlaplace.ops import laplacian_attention, pool_landmarks
+from mmlaplace.ops import laplacian_attention, pool_landmarks, reference
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 WHITENINGS = ['scaled', 'literal', 'none']
@@ -129,32 +129,164 @@ def test_odd_sizes(num_queries, num_keys, num_landmarks, dims):
         atol=1e-9)
 
 
-def test_memory_around_the_input_is_not_read():
-    """NaN beyond every slice stays outside."""
-    tensors = []
-    for tensor in example(17, 33, 5, 7):
-        frame = torch.full([side + 2 for side in tensor.shape], torch.nan,
-                           dtype=tensor.dtype)
-        inside = frame[tuple(slice(1, -1) for _ in tensor.shape)]
-        inside.copy_(tensor)
-        tensors.append(inside)
-    result = laplacian_attention(*tensors)
-    assert result.isfinite().all()
-    torch.testing.assert_close(
-        result, laplacian_attention(*(t.contiguous() for t in tensors)))
+def plain_attention(*inputs, num_iters=12, whitening='scaled'):
+    """The reference as the native operator has it."""
+    *tensors, gain = inputs
+    return reference.laplacian_attention(
+        *tensors, None, gain, 4.0, reference.laplacian_kernel, whitening,
+        'newton_schulz', num_iters, 1e-3)
 
 
-def test_any_memory_layout():
-    queries = tokens(2, 8, 3, 21).permute(0, 2, 3, 1)[..., ::2, :]
-    keys = tokens(2, 1, 13, 8).expand(2, 3, -1, -1)
-    values = tokens(2, 13, 3, 4).transpose(1, 2)
-    landmarks = keys[..., 1::3, :]
-    for tensor in (queries, keys, values, landmarks):
-        assert not tensor.is_contiguous()
+def entry_point(*inputs, **options):
+    *tensors, gain = inputs
+    return laplacian_attention(*tensors, gain=gain, **options)
+
+
+def attend(function, inputs, weight, **options):
+    """The output and, for a weight of its elements, the gradients."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    output = function(*inputs, **options)
+    gradients = torch.autograd.grad(
+        output, inputs, weight, allow_unused=True, materialize_grads=True)
+    return output.detach(), *gradients
+
+
+def assert_as_good_as_reference(inputs, weight, **options):
+    """Hold output and gradients to those of the reference in float64.
+
+    The error is at most eight times that of the reference in float32, and a
+    few units of rounding. In float64, which has rounded the truth too, it is
+    as many times less as the resolution is finer, and four times more.
+    """
+    truth, plain = (
+        attend(plain_attention, [x.to(dtype) for x in inputs],
+               weight.to(dtype), **options)
+        for dtype in (torch.float64, torch.float32))
+    found = attend(entry_point, inputs, weight, **options)
+    limits = torch.finfo(weight.dtype)
+    single_eps = torch.finfo(torch.float32).eps
+    wide_eps = min(limits.eps, single_eps)
+    margin = 8 if wide_eps == single_eps else 32 * wide_eps / single_eps
+    for actual, rival, exact, like in zip(found, plain, truth,
+                                          (weight, *inputs)):
+        assert actual.dtype == like.dtype and actual.shape == like.shape
+        # Of the gradient of gains and of all others for each matrix.
+        dims = (-2, -1) if like.dim() > 2 else ()
+        error, allowed = ((x.double() - exact).abs().amax(dims)
+                          for x in (actual, rival))
+        # Of a single matrix the rival may be right by chance.
+        allowed = allowed.max() * margin
+        rounding = limits.eps * limits.smallest_normal + (
+            limits.eps + 32 * wide_eps) * exact.abs().amax(dims)
+        assert (error <= allowed + rounding).all()
+
+
+def attention_example(sizes, batch=(2, 3)):
+    """Inputs with a gain for each matrix, and a weight for the output."""
+    gain = 0.5 + torch.rand(batch, dtype=torch.float64)
+    num_queries, _, _, dims, value_dims = sizes
+    queries, keys, values, landmarks = example(*sizes, batch=batch)
+    # Landmarks of few channels would nearly coincide.
+    spread = max(1, 8 / dims)
+    return ([spread * queries, spread * keys, values, spread * landmarks,
+             gain], tokens(*batch, num_queries, value_dims, spread=1.0))
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('whitening', WHITENINGS)
+@pytest.mark.parametrize(
+    'sizes',
+    # Queries, keys, landmarks, channels and channels of values.
+    [(size, SIZES[(i + 2) % 9], SIZES[(2 * i + 1) % 9], SIZES[-i],
+      SIZES[(4 * i + 3) % 9]) for i, size in enumerate(SIZES)],
+    ids=str)
+def test_odd_sizes_in_every_dtype(backend, sizes, whitening, dtype):
+    inputs, weight = attention_example(sizes)
+    assert_as_good_as_reference([x.to(dtype) for x in inputs],
+                                weight.to(dtype),
+                                whitening=whitening)
+
+
+@pytest.mark.parametrize('whitening', WHITENINGS)
+@pytest.mark.parametrize(
+    'sizes',
+    # Native chunks are of 1024 tokens, or of 32 for each landmark.
+    [(1024, 1025, 5, 3, 16), (2500, 2100, 9, 16, 5), (1700, 3300, 49, 8, 8)],
+    ids=str)
+def test_many_tokens(backend, sizes, whitening):
+    inputs, weight = attention_example(sizes, batch=(2, ))
+    for dtype in (torch.float32, torch.float64):
+        assert_as_good_as_reference([x.to(dtype) for x in inputs],
+                                    weight.to(dtype),
+                                    whitening=whitening)
+
+
+def test_many_tokens_far_from_the_origin(backend):
+    """Kernels that hardly vary: moments must not cancel."""
+    inputs, weight = attention_example((1500, 1300, 6, 4, 4), batch=(2, ))
+    inputs[0] = 100 + 1e-3 * inputs[0]
+    inputs[1] = 100 + 1e-3 * inputs[1]
+    inputs[3] = 100 + inputs[3]
+    inputs[2] = 50 + inputs[2]
+    assert_as_good_as_reference([x.float() for x in inputs], weight.float())
+
+
+@pytest.mark.parametrize('num_iters', [0, 1, 12])
+@pytest.mark.parametrize('spread', [0.0, 1e-4, 0.02, 0.2])
+def test_nearly_equal_landmarks(backend, spread, num_iters):
+    inputs, weight = attention_example((50, 60, 49, 32, 32))
+    inputs[3] = spread * inputs[3]
+    for dtype in (torch.float32, torch.float64):
+        assert_as_good_as_reference([x.to(dtype) for x in inputs],
+                                    weight.to(dtype),
+                                    num_iters=num_iters)
+
+
+def test_more_landmarks_than_tokens(backend):
+    """Beyond 256 landmarks the inverse is computed another way."""
+    inputs, weight = attention_example((7, 9, 257, 8, 3), batch=(2, ))
+    assert_as_good_as_reference([x.float() for x in inputs], weight.float(),
+                                num_iters=3)
+
+
+def test_more_matrices_than_a_grid_has_rows(backend):
+    """Beyond 65,535, where kernels with the batch on a grid axis fail."""
+    inputs, weight = attention_example((2, 3, 2, 1, 1), batch=(70000, ))
+    assert_as_good_as_reference(inputs, weight)
+
+
+def in_nan(tensor):
+    """A copy amid NaN, with which an overrun would be seen."""
+    frame = torch.full([side + 2 for side in tensor.shape], torch.nan,
+                       dtype=tensor.dtype)
+    inside = frame[tuple(slice(1, -1) for _ in tensor.shape)]
+    return inside.copy_(tensor)
+
+
+LAYOUTS = {
+    'amid NaN': in_nan,
+    'transposed': lambda x: x.mT.contiguous().mT,
+    'batch transposed': lambda x: x.transpose(0, 1).contiguous().transpose(
+        0, 1),
+    'one in two': lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    'one in three rows': lambda x: x.repeat_interleave(3, -2)[..., ::3, :],
+    'expanded batch': lambda x: x[:, :1].expand_as(x),
+    'expanded rows': lambda x: x[..., :1, :].expand_as(x),
+    'expanded columns': lambda x: x[..., :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize('layout', LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize('sizes', [(17, 13, 5, 7, 9), (20, 24, 6, 16, 16)],
+                         ids=str)
+def test_any_memory_layout(backend, sizes, layout):
+    (*tensors, gain), weight = attention_example(sizes)
+    tensors, weight = [layout(x) for x in tensors], layout(weight)
+    assert not any(x.is_contiguous() for x in (*tensors, weight))
     torch.testing.assert_close(
-        laplacian_attention(
-            queries, keys, values, landmarks, num_iters=50),
-        dense_attention(queries, keys, values, landmarks))
+        attend(entry_point, [*tensors, gain.mT.contiguous().mT], weight),
+        attend(plain_attention, [*(x.contiguous() for x in tensors), gain],
+               weight.contiguous()))
 
 
 @pytest.mark.parametrize('whitening, solver',
@@ -190,6 +322,56 @@ def test_gradient_equals_dense_computation():
                        dense_attention(*inputs))
     ]
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize('shape', [(), (3, ), (1, 3), (2, 1), (2, 3)])
+def test_gain_broadcasts(backend, shape):
+    inputs, weight = attention_example((20, 24, 6, 8, 5))
+    inputs[4] = torch.rand(shape, dtype=torch.float64)
+    torch.testing.assert_close(
+        attend(entry_point, inputs, weight),
+        attend(plain_attention, inputs, weight))
+
+
+def test_gain_keeps_its_dtype(backend):
+    """It is summed over images, for which half precision is too coarse."""
+    inputs, weight = attention_example((20, 24, 6, 8, 5))
+    inputs = [*(x.bfloat16() for x in inputs[:4]), inputs[4].float()]
+    output, *gradients = attend(entry_point, inputs, weight.bfloat16())
+    assert output.dtype == torch.bfloat16
+    assert gradients[4].dtype == torch.float32
+    exact = attend(plain_attention, [x.double() for x in inputs],
+                   weight.bfloat16().double())[5]
+    torch.testing.assert_close(gradients[4].double(), exact, rtol=1e-4,
+                               atol=1e-5)
+
+
+@pytest.mark.parametrize('whitening', WHITENINGS)
+def test_without_gain(backend, whitening):
+    inputs, weight = attention_example((20, 24, 6, 8, 5))
+    ones = torch.ones(2, 3, dtype=torch.float64)
+    torch.testing.assert_close(
+        laplacian_attention(*inputs[:4], whitening=whitening),
+        plain_attention(*inputs[:4], ones, whitening=whitening))
+
+
+def test_batch_shapes_and_dtypes_unite(backend):
+    queries, keys, values, landmarks = example(batch=())
+    shapes = (2, 1), (3, ), (1, 3), ()
+    inputs = [
+        x.expand(*shape, *x.shape).clone() + tokens(*shape, 1, 1)
+        for x, shape in zip((queries, keys, values, landmarks), shapes)
+    ]
+    inputs[1] = inputs[1].float()
+    gain = torch.ones((), dtype=torch.float64)
+    weight = tokens(2, 3, 20, 5)
+    found = attend(entry_point, [*inputs, gain], weight)
+    whole = [x.double().expand(2, 3, *x.shape[-2:]) for x in inputs]
+    expected = attend(plain_attention, [*whole, gain], weight)
+    torch.testing.assert_close(found[0], expected[0])
+    for x, actual, exact in zip(inputs, found[1:], expected[1:]):
+        torch.testing.assert_close(
+            actual, exact.sum_to_size(x.shape).to(x.dtype))
 
 
 def test_gain_is_per_head():
@@ -282,19 +464,37 @@ def test_constant_input_stays_finite(value, whitening, with_landmarks,
     assert all(x.grad.isfinite().all() for x in inputs)
 
 
-def test_empty():
-    for empty in (0, 1):
-        shapes = [[2, 4, 3], [2, 5, 3], [2, 5, 6], [2, 2, 3]]
-        if empty == 0:
-            for shape in shapes:
-                shape[0] = 0
-        else:
-            shapes[0][1] = 0
-        inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-        result = laplacian_attention(*inputs)
-        assert result.shape == (*shapes[0][:2], 6)
-        result.sum().backward()
-        assert all(torch.equal(x.grad, torch.zeros_like(x)) for x in inputs)
+@pytest.mark.parametrize('whitening', WHITENINGS)
+@pytest.mark.parametrize('batch, num_queries, value_dims', [
+    ((0, ), 4, 6), ((2, 0), 4, 6), ((2, ), 0, 6), ((2, ), 4, 0)])
+def test_empty(backend, batch, num_queries, value_dims, whitening):
+    inputs = [
+        x.requires_grad_()
+        for x in example(num_queries, 5, 2, 3, value_dims, batch)
+    ]
+    result = laplacian_attention(*inputs, whitening=whitening)
+    assert result.shape == (*batch, num_queries, value_dims)
+    result.sum().backward()
+    assert all(torch.equal(x.grad, torch.zeros_like(x)) for x in inputs)
+
+
+def test_points_without_channels(backend):
+    """They are all the same, so the output is the mean of the values."""
+    inputs = [x.requires_grad_() for x in example(dims=0)]
+    result = laplacian_attention(*inputs)
+    mean = inputs[2].mean(-2, keepdim=True).expand_as(result)
+    torch.testing.assert_close(result, mean)
+
+
+def test_same_bits_on_any_number_of_threads(native, set_num_threads):
+    inputs, weight = attention_example((2500, 2100, 49, 32, 32), batch=(2, ))
+    inputs, weight = [x.float() for x in inputs], weight.float()
+    runs = []
+    for count in (1, 1, 2, 3):
+        set_num_threads(count)
+        runs.append(attend(entry_point, inputs, weight))
+    for run in runs[1:]:
+        assert all(map(torch.equal, run, runs[0]))
 
 
 def test_two_runs_are_equal_to_the_bit():

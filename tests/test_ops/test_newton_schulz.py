@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -5,6 +7,7 @@ from mmlaplace.ops import (
     laplacian_kernel,
     newton_schulz_inverse,
     newton_schulz_residual,
+    reference,
 )
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -163,19 +166,171 @@ def test_precision(dtype, autocast):
         atol=1e-5 if dtype != torch.float64 else 1e-14)
 
 
-def test_any_memory_layout():
-    matrix = positive_definite(12, batch=(4, ))[::2, 1:, 1:].mT
-    assert not matrix.is_contiguous()
+def invert(function, matrix, weight, *options):
+    """The inverse and, for a weight of its elements, the gradient."""
+    matrix = matrix.detach().requires_grad_()
+    inverse = function(matrix, *options)
+    return inverse.detach(), *torch.autograd.grad(inverse, matrix, weight)
+
+
+def assert_as_good_as_reference(matrix, *options):
+    """Hold inverse and gradient to those of the reference in float64.
+
+    The error is at most eight times that of the reference in float32, and a
+    few units of rounding. In float64, which has rounded the truth too, it is
+    as many times less as the resolution is finer, and four times more.
+    """
+    weight = torch.randn(matrix.shape, dtype=torch.float64).to(matrix.dtype)
+    truth, plain = (
+        invert(reference.newton_schulz_inverse, matrix.to(dtype),
+               weight.to(dtype), *options)
+        for dtype in (torch.float64, torch.float32))
+    found = invert(newton_schulz_inverse, matrix, weight, *options)
+    eps = torch.finfo(matrix.dtype).eps
+    single_eps = torch.finfo(torch.float32).eps
+    wide_eps = min(eps, single_eps)
+    margin = 8 if wide_eps == single_eps else 32 * wide_eps / single_eps
+    for actual, rival, exact in zip(found, plain, truth):
+        assert actual.dtype == matrix.dtype and actual.shape == matrix.shape
+        error, allowed = ((x.double() - exact).abs().amax((-2, -1))
+                          for x in (actual, rival))
+        # Of a single matrix the rival may be right by chance.
+        allowed = allowed.max() * margin
+        rounding = eps * torch.finfo(matrix.dtype).smallest_normal + (
+            eps + 32 * wide_eps) * exact.abs().amax((-2, -1))
+        assert (error <= allowed + rounding).all()
+
+
+@pytest.mark.parametrize('short_start', [False, True])
+@pytest.mark.parametrize(
+    'size, num_iters',
+    [*itertools.product([1, 2, 15, 16, 17, 31, 33, 64, 65, 100], [0, 1, 12]),
+     # Beyond 256 the native operator takes torch's matrix products.
+     *((size, 3) for size in (128, 129, 196, 256, 257, 300)),
+     *((257, num_iters) for num_iters in (0, 1, 12))])
+def test_every_size(backend, size, short_start, num_iters):
+    matrix = positive_definite(size, batch=(2, ))
+    if not short_start:
+        matrix = matrix + torch.randn(2, size, size, dtype=torch.float64)
+    for dtype in DTYPES if size < 100 else DTYPES[2:]:
+        assert_as_good_as_reference(
+            matrix.to(dtype), num_iters, 1e-3, short_start)
+
+
+@pytest.mark.parametrize('size', [5, 49])
+@pytest.mark.parametrize('spread', [0.0, 1e-4, 0.02, 0.2])
+def test_nearly_equal_landmarks(backend, spread, size):
+    """The kernel matrix is close to rank one and far from inverted."""
+    matrix = landmark_kernel(size, spread)
+    for dtype in (torch.float32, torch.float64):
+        assert_as_good_as_reference(matrix.to(dtype), 12, 1e-3, True)
+
+
+@pytest.mark.parametrize('size', [6, 33, 257])
+def test_short_start_inverts_the_symmetric_part(backend, size):
+    symmetric = positive_definite(size)
+    skew = torch.randn(3, size, size, dtype=torch.float64)
+    weight = torch.randn(3, size, size, dtype=torch.float64)
+    options = 3, 1e-3, True
+    inverse, gradient = invert(newton_schulz_inverse,
+                               symmetric + skew - skew.mT, weight, *options)
+    expected, _ = invert(newton_schulz_inverse, symmetric, weight, *options)
+    torch.testing.assert_close(inverse, expected)
+    torch.testing.assert_close(gradient, gradient.mT)
+
+
+@pytest.mark.parametrize('short_start', [False, True])
+@pytest.mark.parametrize('size', [9, 300])
+def test_comes_to_rest(backend, size, short_start):
+    """After a step that left only rounding, nothing is iterated."""
+    matrix = positive_definite(size, (), condition=4.0).float()
+    inverses = [
+        newton_schulz_inverse(matrix, count, 0, short_start)
+        for count in (22, 23, 40)
+    ]
+    assert torch.equal(inverses[0], inverses[1])
+    assert torch.equal(inverses[0], inverses[2])
+
+
+@pytest.mark.parametrize('size', [5, 16, 257])
+def test_a_nan_stays_in_its_matrix(backend, size):
+    matrix = positive_definite(size)
+    usual = newton_schulz_inverse(matrix)
+    usual[1] = torch.nan
+    matrix[1, -1, -1] = torch.nan
     torch.testing.assert_close(
-        newton_schulz_inverse(matrix, 40, 0), torch.linalg.inv(matrix))
+        newton_schulz_inverse(matrix), usual, equal_nan=True)
 
 
-@pytest.mark.parametrize('shape', [(0, 5, 5), (3, 0, 0)])
-def test_empty(shape):
+def in_nan(tensor):
+    """A copy amid NaN, with which an overrun would be seen."""
+    frame = torch.full([side + 2 for side in tensor.shape], torch.nan,
+                       dtype=tensor.dtype)
+    inside = frame[tuple(slice(1, -1) for _ in tensor.shape)]
+    return inside.copy_(tensor)
+
+
+LAYOUTS = {
+    'amid NaN': in_nan,
+    'transposed': lambda x: x.mT.contiguous().mT,
+    'batch transposed': lambda x: x.transpose(0, 1).contiguous().transpose(
+        0, 1),
+    'one in two': lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    'one in three rows': lambda x: x.repeat_interleave(3, -2)[..., ::3, :],
+    'expanded batch': lambda x: x[:, :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize('layout', LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize('short_start', [False, True])
+@pytest.mark.parametrize('size', [1, 12, 16])
+def test_any_memory_layout(backend, size, short_start, layout):
+    matrix = layout(positive_definite(size, batch=(2, 3)))
+    weight = layout(torch.randn(2, 3, size, size, dtype=torch.float64))
+    assert size == 1 or not matrix.is_contiguous()
+    options = 3, 0.1, short_start
+    torch.testing.assert_close(
+        invert(newton_schulz_inverse, matrix, weight, *options),
+        invert(reference.newton_schulz_inverse, matrix, weight, *options))
+
+
+def test_expanded_matrices_and_gradients(backend):
+    matrix = torch.tensor(2.0).expand(3, 7, 7)
+    weight = torch.tensor(-1.0).expand(3, 7, 7)
+    torch.testing.assert_close(*(
+        invert(function, matrix, weight, 3, 0.1, True)
+        for function in (newton_schulz_inverse,
+                         reference.newton_schulz_inverse)))
+
+
+@pytest.mark.parametrize('short_start', [False, True])
+def test_more_matrices_than_a_grid_has_rows(backend, short_start):
+    """Beyond 65,535, where kernels with the batch on a grid axis fail."""
+    matrix = 3 * torch.eye(2) + torch.rand(70000, 2, 2)
+    assert_as_good_as_reference(matrix, 12, 1e-3, short_start)
+
+
+@pytest.mark.parametrize('short_start', [False, True])
+def test_same_bits_on_any_number_of_threads(native, set_num_threads,
+                                            short_start):
+    matrix = positive_definite(49, batch=(7, )).float()
+    weight = torch.randn(7, 49, 49)
+    runs = []
+    for count in (1, 1, 2, 3):
+        set_num_threads(count)
+        runs.append(invert(newton_schulz_inverse, matrix, weight, 12, 1e-3,
+                           short_start))
+    for run in runs[1:]:
+        assert all(map(torch.equal, run, runs[0]))
+
+
+@pytest.mark.parametrize('shape', [(0, 5, 5), (0, 300, 300), (3, 0, 0)])
+def test_empty(backend, shape):
     matrix = torch.zeros(shape, requires_grad=True)
     inverse = newton_schulz_inverse(matrix)
     assert inverse.shape == shape
     inverse.sum().backward()
+    assert matrix.grad.shape == shape
     assert newton_schulz_residual(matrix, inverse).shape == shape[:-2]
 
 
