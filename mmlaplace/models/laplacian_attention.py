@@ -44,11 +44,18 @@ def rotary_table(size: Tuple[int, int], dims: int, like: Tensor) -> Tensor:
 
 
 def rotate(tokens: Tensor, table: Tensor) -> Tensor:
-    """Turn the channel pairs (i, i + d / 2) of ``(..., N, d)`` tokens."""
+    """Turn the channel pairs (i, i + d / 2) of ``(..., d)`` tokens.
+
+    Args:
+        tokens (Tensor): ``(..., d)``.
+        table (Tensor): Cosines and sines, each of which broadcasts to
+            ``(..., d / 2)``.
+    """
     cosine, sine = table
     first, second = tokens.chunk(2, dim=-1)
     return torch.cat([
-        first * cosine - second * sine, first * sine + second * cosine
+        torch.addcmul(first * cosine, second, sine, value=-1),
+        torch.addcmul(first * sine, second, cosine)
     ], -1)
 
 
@@ -171,14 +178,15 @@ class LaplacianAttention(BaseModule):
         """
         batch, tokens, channels = x.shape
         qkv = self.qkv(x)
-        image = qkv[..., 2 * channels:].transpose(1, 2).unflatten(2, size)
-        queries, keys, values = qkv.view(
-            batch, tokens, 3, self.num_heads,
-            self.head_dims).permute(2, 0, 3, 1, 4)
+        pairs, values = qkv.view(batch, tokens, 3, self.num_heads,
+                                 self.head_dims).split([2, 1], dim=2)
+        image = values.flatten(2).transpose(1, 2).unflatten(2, size)
         if self.rope:
             if table is None:
                 table = rotary_table(size, self.head_dims, x)
-            queries, keys = rotate(queries, table), rotate(keys, table)
+            pairs = rotate(pairs, table[:, :, None, None])
+        queries, keys = pairs.permute(2, 0, 3, 1, 4)
+        values = values.squeeze(2).transpose(1, 2)
         grid = self.landmark_size(size)
         landmarks = query_landmarks = None
         if grid != size:

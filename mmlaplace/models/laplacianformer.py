@@ -301,6 +301,8 @@ class LaplacianFormer(BaseModule):
             raise ValueError(
                 'images must have shape (B, C, H, W) with H and W of at least '
                 f'{self.min_size} pixels, got {tuple(x.shape)}')
+        # Then an image and its tokens (B, H * W, C) are the same memory.
+        x = x.contiguous(memory_format=torch.channels_last)
         outputs = []
         for i, (downsample, blocks) in enumerate(
                 zip(self.downsample_layers, self.stages)):

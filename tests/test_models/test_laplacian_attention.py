@@ -45,6 +45,19 @@ def test_rotation_keeps_lengths_and_depends_on_offsets_only():
     assert (products[0, 0, 2, 3] - products[0, 0, 3, 2]).abs() > 1e-3
 
 
+def test_rotation_turns_pairs_of_channels():
+    tokens = torch.randn(5, 3, 8, dtype=torch.bfloat16)
+    table = rotary_table((5, 1), 8, tokens)
+    turned = torch.view_as_complex(
+        torch.stack(tokens.float().chunk(2, -1), -1))
+    turned = turned * torch.complex(*table)[:, None]
+    result = rotate(tokens, table[:, :, None])
+    # Positions need more than half precision has.
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(
+        result, torch.cat([turned.real, turned.imag], -1))
+
+
 @pytest.mark.parametrize(
     'size, expected',
     [((56, 56), (7, 7)), ((7, 7), (7, 7)), ((5, 9), (5, 7)), ((1, 3), (1, 3))])
