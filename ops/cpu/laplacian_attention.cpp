@@ -230,8 +230,8 @@ class LandmarkTiles {
   // Rows of the kernel, in a tile that the next call overwrites.
   T* kernel(const T* points, int64_t point_stride, int64_t rows) const {
     MMLAPLACE_SELECT(kernel_tile<T>)(
-        points, point_stride, transposed_, stride_, kernel_, stride_, rows,
-        landmarks_.rows(), landmarks_.columns(), scale_);
+        points, point_stride, transposed_, stride_, kernel_, stride_, stride_,
+        rows, landmarks_.rows(), landmarks_.columns(), scale_);
     return kernel_;
   }
 

@@ -10,56 +10,36 @@ namespace mmlaplace {
 
 namespace {
 
-// A tile of so many elements leaves room in the first-level cache.
-constexpr int64_t kTileElements = 4096;
-
+// A tile of this many rows leaves room in the first-level cache.
 int64_t tile_rows(int64_t columns) {
-  return std::clamp<int64_t>(kTileElements / padded(columns), 4, 64);
+  return std::clamp<int64_t>(4096 / padded(columns), 4, 64);
 }
 
 template <typename T>
 void forward(const Tensor& queries, const Tensor& keys, double scale,
              const Tensor& result) {
-  const Matrices<T> q(queries), k(keys);
-  const Matrices<T> out(result);
+  const Matrices<T> q(queries), k(keys), out(result);
   const int64_t columns = k.rows(), dims = k.columns();
   const int64_t stride = padded(columns);
-  const int64_t chunk = 4 * tile_rows(columns);
+  const int64_t chunk = 256;
   const int64_t chunks = at::divup(q.rows(), chunk);
-  // Whole vectors may be written where they end with the row.
-  const bool in_place = columns % 16 == 0;
-  const auto kernel_tile = MMLAPLACE_SELECT(kernel_tile<T>);
-  const auto copy_rows = MMLAPLACE_SELECT(copy_rows<T>);
-  const auto transpose = MMLAPLACE_SELECT(transpose<T>);
-
   at::parallel_for(
       0, batch_size(queries) * chunks, 1, [&](int64_t begin, int64_t end) {
         Scratch<T> scratch;
-        T* const packed = scratch.allocate(dims, stride);
-        T* const tile = scratch.allocate(tile_rows(columns), stride);
-        int64_t packed_batch = -1;
+        T* const transposed = scratch.allocate(dims, stride);
+        int64_t last_batch = -1;
         for (int64_t item = begin; item < end; ++item) {
           const int64_t batch = item / chunks;
-          if (batch != packed_batch) {
-            transpose(k[batch], k.stride(), packed, stride, columns, dims);
-            packed_batch = batch;
+          if (batch != last_batch) {
+            MMLAPLACE_SELECT(transpose<T>)(
+                k[batch], k.stride(), transposed, stride, columns, dims);
+            last_batch = batch;
           }
-          const int64_t last =
-              std::min((item % chunks + 1) * chunk, q.rows());
-          for (int64_t row = item % chunks * chunk; row < last;
-               row += tile_rows(columns)) {
-            const int64_t rows = std::min(tile_rows(columns), last - row);
-            const T* points = q.row(batch, row);
-            T* target = out.row(batch, row);
-            if (in_place) {
-              kernel_tile(points, q.stride(), packed, stride, target, columns,
-                          rows, columns, dims, scale);
-            } else {
-              kernel_tile(points, q.stride(), packed, stride, tile, stride,
-                          rows, columns, dims, scale);
-              copy_rows(tile, stride, target, columns, rows, columns);
-            }
-          }
+          const int64_t row = item % chunks * chunk;
+          MMLAPLACE_SELECT(kernel_tile<T>)(
+              q.row(batch, row), q.stride(), transposed, stride,
+              out.row(batch, row), columns, columns,
+              std::min(chunk, q.rows() - row), columns, dims, scale);
         }
       });
 }

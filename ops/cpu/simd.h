@@ -33,6 +33,18 @@ struct Simd {
     std::memcpy(target, &value, kBytes);
   }
 
+  // Stores the first elements only, where there is no room for all.
+  static MMLAPLACE_INLINE void store_first(
+      T* target, Vector value, int64_t room) {
+    if (room >= kLanes) {
+      store(target, value);
+    } else {
+      for (int lane = 0; lane < room; ++lane) {
+        target[lane] = value[lane];
+      }
+    }
+  }
+
   static MMLAPLACE_INLINE Vector broadcast(T value) {
     return value - Vector{};
   }

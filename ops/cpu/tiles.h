@@ -133,6 +133,7 @@ struct KernelBlock {
   int64_t key_stride;
   T* out;
   int64_t out_stride;
+  int64_t out_columns;
   int64_t dims;
   T factor;
   T one;
@@ -172,26 +173,28 @@ struct KernelBlock {
     }
     for (int r = 0; r < kR; ++r) {
       for (int v = 0; v < kV; ++v) {
-        S::store(out + (row + r) * out_stride + column + v * S::kLanes,
-                 S::exp(sums[r][v] * factor));
+        const int64_t first = column + v * S::kLanes;
+        S::store_first(out + (row + r) * out_stride + first,
+                       S::exp(sums[r][v] * factor), out_columns - first);
       }
     }
   }
 };
 
 // out = exp(-|queries - keys|_1 / scale), rows of queries against the columns
-// that transpose() made of the keys. Out is padded.
+// that transpose() made of the keys. Only out_columns of out are written, all
+// columns or more.
 template <typename T>
 void kernel_tile(
     const T* queries, int64_t query_stride,
     const T* keys, int64_t key_stride,
-    T* out, int64_t out_stride,
+    T* out, int64_t out_stride, int64_t out_columns,
     int64_t rows, int64_t columns, int64_t dims, double scale) {
   // Unknown to the compiler, which would leave the multiplication out.
   volatile T one = 1;
   compute_blocks<T>(
       KernelBlock<T>{queries, query_stride, keys, key_stride, out, out_stride,
-                     dims, static_cast<T>(-1 / scale), one},
+                     out_columns, dims, static_cast<T>(-1 / scale), one},
       rows, columns);
 }
 

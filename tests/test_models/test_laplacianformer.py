@@ -352,3 +352,42 @@ def test_other_image_size_needs_no_resize():
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         LaplacianFormer(**dict(dict(arch=NANO), **arguments))
+
+
+def fill(model):
+    """Set all parameters to waves, the same with any version of torch."""
+    for index, parameter in enumerate(model.parameters()):
+        wave = torch.sin(
+            1.7 * (torch.arange(parameter.numel(), dtype=torch.float64) +
+                   index)).view_as(parameter)
+        fan_in = parameter[0].numel() if parameter.dim() > 1 else None
+        parameter.copy_(1 + wave / 10 if fan_in is None else wave /
+                        fan_in**0.5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('arch, expected', [
+    ('tiny', (-2.193423477038e-4, 9.984590117118e-4, 1.430846757333e-4,
+              -1.451969618172e-4)),
+    ('small', (-1.889072099758e-4, 7.274725309239e-4, 1.429340814705e-4,
+               -1.057372037805e-4)),
+    ('medium', (-1.947436873148e-4, 7.224682734992e-4, 1.796974009567e-4,
+                -1.060583187508e-4)),
+    ('large', (-1.887369972574e-4, 7.287021409235e-4, 1.437916154587e-4,
+               -4.053664009400e-4)),
+    ('huge', (-2.160565624977e-4, 5.773317518445e-4, -3.785499643475e-5,
+              -6.453646822456e-5)),
+])
+def test_outputs_are_what_they_were(arch, expected):
+    """Of the first version, in plain torch, before anything was made fast."""
+    model = LaplacianFormer(arch, out_indices=(0, 1, 2, 3)).double().eval()
+    fill(model)
+    image = torch.sin(
+        0.37 * torch.arange(3 * 64 * 96, dtype=torch.float64)).view(
+            1, 3, 64, 96)
+    for output, value in zip(model(image), expected):
+        # A mean that every element counts in, with a weight of its own.
+        weights = torch.sin(
+            torch.arange(output.numel(), dtype=torch.float64))
+        mean = (output * weights.view_as(output)).mean()
+        assert mean.item() == pytest.approx(value, rel=1e-7)
