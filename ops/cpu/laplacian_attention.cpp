@@ -4,6 +4,7 @@
 #define MMLAPLACE_KERNELS "cpu/laplacian_attention_tiles.h"
 #include "cpu/each_instruction_set.h"
 
+#include "checks.h"
 #include "cpu/common.h"
 #include "cpu/operators.h"
 #include "cpu/point_gradients.h"
@@ -922,11 +923,24 @@ std::tuple<Tensor, Tensor> query_gradients(
   return {query_grad, chunks.sum(landmark_grad).slice(-1, 0, dims)};
 }
 
-// Inputs with everything in the dtype of the computation.
+// Checks the inputs and takes everything into the dtype of the computation.
 Inputs make_inputs(
     const Tensor& queries, const Tensor& keys, const Tensor& values,
-    const Tensor& landmarks, double scale, c10::string_view whitening,
-    double eps) {
+    const Tensor& landmarks, const Tensor& gain, double scale,
+    c10::string_view whitening, double eps) {
+  const char* const op = "laplacian_attention";
+  check_alike(op, {queries, keys, values, landmarks});
+  check_size(op, keys, -1, queries.size(-1));
+  check_size(op, landmarks, -1, queries.size(-1));
+  check_size(op, values, -2, keys.size(-2));
+  TORCH_CHECK(
+      keys.size(-2) > 0 && landmarks.size(-2) > 0, op,
+      " needs a key and a landmark, got shapes ", keys.sizes(), " and ",
+      landmarks.sizes());
+  TORCH_CHECK(
+      gain.sizes() == queries.sizes().slice(0, queries.dim() - 2), op,
+      " needs a gain for each matrix, got shapes ", gain.sizes(), " and ",
+      queries.sizes());
   const auto type = compute_type(queries);
   const Tensor flat = landmarks.to(type).reshape(
       {batch_size(landmarks), landmarks.size(-2), landmarks.size(-1)});
@@ -952,7 +966,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> laplacian_attention(
     c10::string_view whitening, int64_t num_iters, double eps) {
   const BelowDispatch guard;
   const Inputs inputs = make_inputs(
-      queries, keys, values, landmarks, scale, whitening, eps);
+      queries, keys, values, landmarks, gain, scale, whitening, eps);
   const auto type = inputs.queries.scalar_type();
   const int64_t batches = batch_size(queries);
   const int64_t count = inputs.landmark_count();
@@ -997,7 +1011,10 @@ laplacian_attention_backward(
     c10::string_view whitening, int64_t num_iters, double eps) {
   const BelowDispatch guard;
   const Inputs inputs = make_inputs(
-      queries, keys, values, landmarks, scale, whitening, eps);
+      queries, keys, values, landmarks, gain, scale, whitening, eps);
+  check_alike("laplacian_attention_backward", {queries, grad});
+  check_size("laplacian_attention_backward", grad, -2, queries.size(-2));
+  check_size("laplacian_attention_backward", grad, -1, values.size(-1));
   const auto type = inputs.queries.scalar_type();
   const int64_t count = inputs.landmark_count();
   const Tensor output_grad = grad.to(type);

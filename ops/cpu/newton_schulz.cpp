@@ -4,6 +4,7 @@
 
 #include "cpu/each_instruction_set.h"
 
+#include "checks.h"
 #include "cpu/common.h"
 #include "cpu/operators.h"
 
@@ -150,6 +151,8 @@ class LargeNewtonSchulz {
 Tensor newton_schulz_inverse(
     const Tensor& matrix, int64_t num_iters, double eps,
     bool positive_definite) {
+  check_alike("newton_schulz_inverse", {matrix});
+  check_size("newton_schulz_inverse", matrix, -1, matrix.size(-2));
   const BelowDispatch guard;
   const auto type = compute_type(matrix);
   if (matrix.size(-1) > kLargest) {
@@ -172,6 +175,11 @@ Tensor newton_schulz_inverse(
 Tensor newton_schulz_inverse_backward(
     const Tensor& grad, const Tensor& matrix, int64_t num_iters, double eps,
     bool positive_definite) {
+  check_alike("newton_schulz_inverse_backward", {matrix, grad});
+  for (const Tensor& tensor : {matrix, grad}) {
+    check_size("newton_schulz_inverse_backward", tensor, -2, matrix.size(-2));
+    check_size("newton_schulz_inverse_backward", tensor, -1, matrix.size(-2));
+  }
   const BelowDispatch guard;
   const auto type = compute_type(matrix);
   if (matrix.size(-1) > kLargest) {

@@ -131,6 +131,17 @@ def test_stays_finite(matrix, short_start, eps, num_iters):
     assert inverse.isfinite().all()
 
 
+@pytest.mark.parametrize('num_iters', [0, 3])
+@pytest.mark.parametrize('short_start', [False, True])
+def test_beyond_the_limits_the_gradient_is_zero(backend, short_start,
+                                                num_iters):
+    """The inverse of a denormal number is held at the largest."""
+    matrix = torch.tensor([[1e-39]])
+    inverse, gradient = invert(newton_schulz_inverse, matrix, torch.ones(1, 1),
+                               num_iters, 0, short_start)
+    assert inverse == torch.finfo(torch.float32).max and gradient == 0
+
+
 def test_tiny_matrix_is_inverted():
     matrix = 1e-30 * positive_definite(7, batch=()).float()
     inverse = newton_schulz_inverse(matrix, num_iters=30, eps=0)
