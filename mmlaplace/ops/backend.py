@@ -57,6 +57,9 @@ def use_native(device_type: str) -> bool:
 
     The first call loads the native operators and compiles them if need be;
     later ones look its answer up. MMLAPLACE_BACKEND is read at the first.
+    Under ``torch.jit.trace`` the answer is no: the trace then holds torch's
+    own operators, which load anywhere, convert to ONNX and are counted by
+    analyses.
 
     Args:
         device_type (str): Such as 'cpu', from ``tensor.device.type``.
@@ -66,6 +69,8 @@ def use_native(device_type: str) -> bool:
             operators that cannot be had.
         ValueError: If a variable has a value that is not allowed.
     """
+    if torch.jit.is_tracing():
+        return False
     native = _decisions.get(device_type)
     if native is None:
         with _lock:
