@@ -43,7 +43,9 @@ def attention_macs(layer: LaplacianAttention,
     solver, num_iters = layer.options['solver'], layer.options['num_iters']
     grid = layer.landmark_size(size)
     counts = Counter()
-    if grid == size:
+    if layer.softmax:
+        counts['products'] = 2 * tokens**2 * dims
+    elif grid == size:
         counts['kernel'] = tokens**2 * dims
         counts['products'] = tokens**2 * dims
         counts['whitening'] = tokens**2
@@ -66,7 +68,7 @@ def attention_macs(layer: LaplacianAttention,
         else:
             # A product with P, two dot products and three sums for each key.
             counts['inverse'] = num_iters * (landmarks + 5) * cross
-    if layer.options['whitening'] == 'none':
+    if layer.options['whitening'] == 'none' or layer.softmax:
         del counts['whitening']
     return Counter(
         {name: layer.num_heads * count

@@ -390,6 +390,7 @@ def test_count_agrees_with_the_operators(size):
     dict(landmark_ratio=8),
     dict(num_iters=3),
     dict(landmark_source='queries_and_keys'),
+    dict(kernel='softmax'),
 ],
                          ids=str)
 def test_attention_count_agrees_with_the_operators(options):
@@ -409,7 +410,7 @@ def operators_of_attention(layer, height=28, width=30):
     rows, columns = layer.landmark_size((height, width))
     pooled = 1 if layer.landmark_source == 'keys' else 2
     dense = pooled * 64 * (rows * tokens + rows * columns * width)
-    if (rows, columns) == (height, width):
+    if (rows, columns) == (height, width) or layer.softmax:
         dense = pooled = 0
     return (executed_macs(layer, x, (height, width), table) - linear - dense +
             pooled * 64 * tokens)

@@ -4,6 +4,7 @@ from typing import Optional, Sequence, Tuple
 import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..ops import laplacian_attention, pool_landmarks
 from ..ops.arguments import check_choice
@@ -88,7 +89,10 @@ class LaplacianAttention(BaseModule):
             Defaults to 1e-3.
         whitening (str): 'scaled', 'literal' or 'none'.
             Defaults to 'scaled'.
-        kernel (str): 'laplacian' or 'gaussian'. Defaults to 'laplacian'.
+        kernel (str): 'laplacian' or 'gaussian'; or 'softmax' for ordinary
+            scaled dot product attention, in time quadratic in the tokens, as
+            a comparison. It has no landmarks, gain or whitening.
+            Defaults to 'laplacian'.
         rope (bool): Whether rotary embedding is applied to queries and keys.
             Defaults to True.
         init_cfg (dict, optional): Initialization config. Defaults to None.
@@ -126,8 +130,10 @@ class LaplacianAttention(BaseModule):
                              f'got {landmark_ratio}')
         check_choice(
             LANDMARK_SOURCES, landmark_source=landmark_source)
-        check_attention_options(scale, kernel, whitening, solver, num_iters,
-                                eps)
+        self.softmax = kernel == 'softmax'
+        check_attention_options(scale,
+                                'laplacian' if self.softmax else kernel,
+                                whitening, solver, num_iters, eps)
         if (landmark_source, solver) == ('queries_and_keys',
                                          'conjugate_gradient'):
             raise ValueError("solver 'conjugate_gradient' needs "
@@ -149,9 +155,9 @@ class LaplacianAttention(BaseModule):
         self.local = nn.Conv2d(
             embed_dims, embed_dims, 3, padding=1, groups=embed_dims)
         # One-dimensional, so that `flat_decay_mult=0` exempts it from decay.
-        # The literal form has no gain.
-        self.gain = None if whitening == 'literal' else nn.Parameter(
-            torch.ones(num_heads))
+        # The literal form and softmax have no gain.
+        self.gain = None if whitening == 'literal' or self.softmax else (
+            nn.Parameter(torch.ones(num_heads)))
         self.proj = nn.Linear(embed_dims, embed_dims)
 
     def landmark_size(self, size: Tuple[int, int]) -> Tuple[int, int]:
@@ -187,21 +193,32 @@ class LaplacianAttention(BaseModule):
             pairs = rotate(pairs, table[:, :, None, None])
         queries, keys = pairs.permute(2, 0, 3, 1, 4)
         values = values.squeeze(2).transpose(1, 2)
+        if self.softmax:
+            # Positions have raised half precision to float32.
+            attended = F.scaled_dot_product_attention(
+                queries.to(values.dtype), keys.to(values.dtype), values)
+        else:
+            attended = self._attend(queries, keys, values, size)
+        attended = attended.transpose(1, 2).reshape(batch, tokens, channels)
+        local = self.local(image).flatten(2).transpose(1, 2)
+        return self.proj(attended + local)
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor,
+                size: Tuple[int, int]) -> Tensor:
         grid = self.landmark_size(size)
         landmarks = query_landmarks = None
         if grid != size:
             landmarks = pool_landmarks(keys, size, grid)
             if self.landmark_source == 'queries_and_keys':
                 query_landmarks = pool_landmarks(queries, size, grid)
-        attended = laplacian_attention(queries, keys, values, landmarks,
-                                       query_landmarks, self.gain,
-                                       **self.options)
-        attended = attended.transpose(1, 2).reshape(batch, tokens, channels)
-        local = self.local(image).flatten(2).transpose(1, 2)
-        return self.proj(attended + local)
+        return laplacian_attention(queries, keys, values, landmarks,
+                                   query_landmarks, self.gain, **self.options)
 
     def extra_repr(self) -> str:
         """Name the attention that this layer computes."""
+        if self.softmax:
+            return (f'num_heads={self.num_heads}, kernel=softmax, '
+                    f'rope={self.rope}')
         if self.landmark_ratio is not None:
             landmarks = f'landmark_ratio={self.landmark_ratio}'
         else:

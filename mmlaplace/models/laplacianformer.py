@@ -128,7 +128,7 @@ class LaplacianFormer(BaseModule):
         whitening (str): 'scaled', 'literal' or 'none', see
             :func:`mmlaplace.ops.laplacian_attention`.
             Defaults to 'scaled'.
-        kernel (str): 'laplacian', or 'gaussian' for comparison.
+        kernel (str): 'laplacian', or 'gaussian' or 'softmax' for comparison.
             Defaults to 'laplacian'.
         rope (bool): Whether queries and keys carry 2-D rotary embedding;
             there is no learned position table. Defaults to True.

@@ -104,7 +104,28 @@ def test_rope_makes_the_output_depend_on_position():
         assert (output.std(1) > 1e-4).any() == varies
 
 
+def test_softmax_is_scaled_dot_product_attention():
+    layer = LaplacianAttention(24, num_heads=3, kernel='softmax').double()
+    assert layer.gain is None
+    torch.nn.init.zeros_(layer.local.weight)
+    torch.nn.init.zeros_(layer.local.bias)
+    size = (9, 10)
+    x = torch.randn(2, 90, 24, dtype=torch.float64)
+    queries, keys, values = (
+        part.unflatten(-1, (3, 8)).transpose(1, 2)
+        for part in layer.qkv(x).chunk(3, dim=-1))
+    table = rotary_table(size, 8, x)
+    queries, keys = rotate(queries, table), rotate(keys, table)
+    weights = (queries @ keys.mT / 8**0.5).softmax(-1)
+    torch.testing.assert_close(
+        layer(x, size),
+        layer.proj((weights @ values).transpose(1, 2).flatten(2)))
+    with torch.autocast('cpu', torch.bfloat16):
+        assert layer.float()(x.float(), size).isfinite().all()
+
+
 def test_repr_names_the_attention():
+    assert 'kernel=softmax' in repr(LaplacianAttention(8, 2, kernel='softmax'))
     text = repr(LaplacianAttention(8, 2, kernel='gaussian'))
     assert 'landmark_grid=(7, 7)' in text and 'kernel=gaussian' in text
     assert 'landmark_ratio=8' in repr(
