@@ -18,32 +18,20 @@ matrices x landmarks x landmarks. The columns:
 On a CPU, memory is that of the process, known to about 0.3 MiB.
 """
 import argparse
-import json
 import math
-import multiprocessing
-import os
-import platform
-import re
-import statistics
-import time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
-from typing import Callable, Dict, Iterator, List, NamedTuple, Tuple
+from typing import Callable, Dict, List, NamedTuple, Tuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmlaplace import ops
-from mmlaplace.ops import backend, reference
+from mmlaplace import benchmark, ops
+from mmlaplace.benchmark import count_bytes
+from mmlaplace.ops import reference
 from mmlaplace.ops.arguments import compute_in_float32
 
-SEED = 0
 SCALE, NUM_ITERS, EPS = 4.0, 12, 1e-3
 # Of normally distributed points: their Laplacian kernel is then about 0.16.
 SPREAD = 0.2
@@ -63,12 +51,6 @@ SIZES = (*IMAGES, 'scaling')
 DIRECTIONS = ('forward', 'forward + backward')
 # Softmax attention needs no N x N memory, but N x N time.
 MAX_SDPA_TOKENS = dict(cpu=70_000, cuda=200_000)
-# Short calls are repeated up to this time, in seconds, to make one sample.
-SAMPLE_TIME = 0.02
-# A contestant that has taken this many seconds sits out further rounds.
-TIME_LIMIT = 30
-
-PLOT_FORMATS = ('.png', '.pdf', '.svg')
 
 
 class Case(NamedTuple):
@@ -193,7 +175,7 @@ def make_inputs(case: Case, device: str,
     That gradient is random: the expanded ones of ``sum()`` would spare some
     contestants a read.
     """
-    torch.manual_seed(SEED)
+    torch.manual_seed(benchmark.SEED)
 
     def points(*shape: int) -> Tensor:
         return SPREAD * torch.randn(*shape, device=device)
@@ -237,25 +219,6 @@ def call(function: Callable, inputs: List[Tensor], grad_output: Tensor,
                 output, leaves, grad_output, allow_unused=True))
 
 
-def count_bytes(tensors) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
-
-
-def reset_peak(device: str) -> None:
-    if device == 'cuda':
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path('/proc/self/clear_refs').write_text('5')
-
-
-def read_peak(device: str) -> int:
-    """Return the most bytes in use since :func:`reset_peak`."""
-    if device == 'cuda':
-        return torch.cuda.max_memory_allocated()
-    status = Path('/proc/self/status').read_text()
-    return 1024 * int(re.search(r'VmHWM:\s+(\d+)', status)[1])
-
-
 def measure_memory(case: Case, name: str, backward: bool, device: str,
                    dtype: torch.dtype) -> Dict[str, int]:
     """Measure the peak memory of one call in this process."""
@@ -263,10 +226,8 @@ def measure_memory(case: Case, name: str, backward: bool, device: str,
     # Loads code and workspaces, which are no memory of the call.
     call(function, *make_inputs(case.shrink(), device, dtype), backward)
     inputs, grad_output = make_inputs(case, device, dtype)
-    reset_peak(device)
-    before = read_peak(device)
-    output, *gradients = call(function, inputs, grad_output, backward)
-    extra = read_peak(device) - before
+    (output, *gradients), extra = benchmark.measure_extra(
+        partial(call, function, inputs, grad_output, backward), device)
     kept = count_bytes([output, *gradients])
     return dict(
         input_bytes=count_bytes(inputs),
@@ -277,55 +238,12 @@ def measure_memory(case: Case, name: str, backward: bool, device: str,
         working_bytes=max(extra - kept, 0))
 
 
-def measure_memory_apart(*arguments) -> Dict[str, int]:
-    """Measure the peak memory of one call in a process of its own.
-
-    There, no memory that earlier calls freed, and the allocator kept, is
-    taken for free. The process is forked from one that has imported torch
-    and computed nothing.
-    """
-    # Has glibc give every larger block back as soon as it is freed.
-    os.environ['MALLOC_MMAP_THRESHOLD_'] = '65536'
-    context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(['mmlaplace.ops'])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(measure_memory, *arguments).result()
-
-
 def measure_residual(function: Callable, matrix: Tensor) -> float:
     """Return the largest residual of the inverses in a batch."""
     with torch.no_grad():
         inverse = function(matrix)
         return ops.newton_schulz_residual(matrix.double(), inverse.double(),
                                           EPS).max().item()
-
-
-def time_call(function: Callable, repeats: int, device: str) -> float:
-    """Return the mean seconds of some calls in a row."""
-    if device == 'cuda':
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        function()
-    if device == 'cuda':
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repeats
-
-
-@contextmanager
-def failure_noted_in(row: dict) -> Iterator[None]:
-    """Turn a lack of memory into the failure of a row."""
-    try:
-        yield
-    except BrokenProcessPool:
-        # Most likely Linux killed it, as it does where memory ends.
-        row['failure'] = 'process died'
-    except (MemoryError, RuntimeError) as error:
-        messages = ('out of memory', "can't allocate memory")
-        if isinstance(error, RuntimeError) and not any(
-                message in str(error) for message in messages):
-            raise
-        row['failure'] = 'out of memory'
 
 
 def start_rows(case: Case, backward: bool) -> List[dict]:
@@ -341,8 +259,8 @@ def measure(rows: List[dict], case: Case, backward: bool, device: str,
             dtype: torch.dtype, rounds: int) -> None:
     """Fill the rows of all contestants at one size.
 
-    Each gets a sample of ``seconds`` for each round, their ``median`` and the
-    figures of :func:`measure_memory`, or a ``failure``.
+    Each gets the figures of :func:`mmlaplace.benchmark.time_in_turns` and of
+    :func:`measure_memory`, or a ``failure``.
     """
     # Memory first: who runs out of it, apart, is not let into this process.
     for row in rows:
@@ -350,63 +268,24 @@ def measure(rows: List[dict], case: Case, backward: bool, device: str,
         if name == 'sdpa' and case.shape[2] > MAX_SDPA_TOKENS[device]:
             row['failure'] = 'too large'
             continue
-        measure_peak = (
-            measure_memory if device == 'cuda' else measure_memory_apart)
-        with failure_noted_in(row):
+        measure_peak = measure_memory if device == 'cuda' else partial(
+            benchmark.run_apart, ['mmlaplace.ops'], measure_memory)
+        with benchmark.failure_noted_in(row):
             row.update(measure_peak(case, name, backward, device, dtype))
 
     inputs, grad_output = make_inputs(case, device, dtype)
-    calls, repeats = {}, {}
-    for row in rows:
-        if 'failure' in row:
-            continue
-        name = row['contestant']
-        function = CONTESTANTS[case.op][name]
-        calls[name] = partial(call, function, inputs, grad_output, backward)
-        with failure_noted_in(row):
-            calls[name]()
-            seconds = time_call(calls[name], 1, device)
-            repeats[name] = min(max(int(SAMPLE_TIME / seconds), 1), 100)
-            row['seconds'] = []
-            if case.op == 'inverse':
-                row['residual'] = measure_residual(function, *inputs)
-
-    for _ in range(rounds):
-        for row in rows:
-            name = row['contestant']
-            if 'failure' in row or (
-                    sum(row['seconds']) * repeats[name] > TIME_LIMIT):
+    functions = [CONTESTANTS[case.op][row['contestant']] for row in rows]
+    if case.op == 'inverse':
+        for row, function in zip(rows, functions):
+            if 'failure' in row:
                 continue
-            with failure_noted_in(row):
-                row['seconds'].append(
-                    time_call(calls[name], repeats[name], device))
-                row['median'] = statistics.median(row['seconds'])
-
-
-def describe_environment(device: str,
-                         dtype: torch.dtype) -> Dict[str, object]:
-    """Collect what the figures depend on."""
-    if device == 'cuda':
-        processor = torch.cuda.get_device_name()
-    else:
-        names = re.search(r'model name\s*: (.*)',
-                          Path('/proc/cpuinfo').read_text())
-        processor = names[1] if names else platform.machine()
-    if not backend.use_native(device):
-        used = 'reference'
-        # Said once why, not again by each process that measures memory.
-        os.environ['MMLAPLACE_BACKEND'] = used
-    elif device == 'cpu':
-        used = f'native, {torch.ops.mmlaplace.cpu_capability()}'
-    else:
-        used = 'native'
-    return dict(
-        processor=processor,
-        threads=torch.get_num_threads(),
-        torch=torch.__version__,
-        dtype=str(dtype),
-        backend=used,
-        seed=SEED)
+            with benchmark.failure_noted_in(row):
+                row['residual'] = measure_residual(function, *inputs)
+    calls = [
+        partial(call, function, inputs, grad_output, backward)
+        for function in functions
+    ]
+    benchmark.time_in_turns(rows, calls, device, rounds)
 
 
 def print_line(name: str, cells: List[str]) -> None:
@@ -472,13 +351,6 @@ def print_growth(rows: List[dict]) -> None:
                 print_line(name, [f'{factor:.2f}' for factor in factors])
 
 
-def save(path: str, environment: Dict[str, object],
-         rows: List[dict]) -> None:
-    """Write everything measured so far as JSON."""
-    document = dict(environment=environment, rows=rows)
-    Path(path).write_text(json.dumps(document, indent=1), 'utf-8')
-
-
 def plot(rows: List[dict], path: str) -> None:
     """Draw time and peak memory of forward + backward over the tokens."""
     from matplotlib.figure import Figure
@@ -489,39 +361,23 @@ def plot(rows: List[dict], path: str) -> None:
         for panel, (label, key, unit) in zip(
                 panels, (('time (ms)', 'median', 1e-3),
                          ('peak extra memory (MiB)', 'extra_bytes', 2**20))):
-            for name, curve in curves.items():
-                tokens = [row['shape'][2] for row in curve]
-                figures = [row[key] / unit for row in curve]
-                panel.loglog(tokens, figures, marker='o', label=name)
-            curve = next(iter(curves.values()))
-            tokens = [row['shape'][2] for row in curve]
-            start = curve[0][key] / unit
-            panel.loglog(
-                tokens, [start * x / tokens[0] for x in tokens],
-                color='grey',
-                linestyle=':',
-                label='linear')
-            panel.set(
-                title=f'{op}, {DIRECTIONS[1]}', xlabel='tokens', ylabel=label)
-            panel.grid(which='both', alpha=0.3)
-            panel.legend()
+            benchmark.draw_curves(
+                panel, {
+                    name: ([row['shape'][2] for row in curve],
+                           [row[key] / unit for row in curve])
+                    for name, curve in curves.items()
+                },
+                title=f'{op}, {DIRECTIONS[1]}',
+                xlabel='tokens',
+                ylabel=label)
     figure.savefig(path, dpi=150)
-
-
-def output_path(text: str) -> str:
-    """Refuse, before anything is measured, what cannot be written."""
-    path = Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent,
-                                      os.W_OK):
-        raise argparse.ArgumentTypeError(f'cannot write {text!r}')
-    return text
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--device', choices=['cpu', 'cuda'], default='cpu')
+    benchmark.add_arguments(parser, plot='plot of the scaling sizes')
     parser.add_argument(
         '--dtype',
         choices=['float32', 'bfloat16', 'float16', 'float64'],
@@ -540,47 +396,26 @@ def parse_args() -> argparse.Namespace:
         'for detection, one of 800 x 1333; scaling goes up to a million '
         'tokens')
     parser.add_argument(
-        '--rounds',
-        type=int,
-        default=9,
-        help='samples of each time, of which the median counts')
-    parser.add_argument(
-        '--out',
-        type=output_path,
-        metavar='FILE.png',
-        help='plot of the scaling sizes')
-    parser.add_argument(
-        '--json', type=output_path, metavar='FILE.json', help='every figure')
-    parser.add_argument(
         '--quick',
         action='store_true',
         help='one round at one or two tiny sizes of each group, as a trial')
     args = parser.parse_args()
     if args.quick:
         args.rounds = 1
-    if args.device == 'cuda' and not torch.cuda.is_available():
-        parser.error('--device cuda needs a GPU, and torch finds none')
-    if args.rounds < 1:
-        parser.error(f'--rounds must be 1 or more, got {args.rounds}')
-    if args.out:
-        if Path(args.out).suffix not in PLOT_FORMATS:
-            parser.error(f'--out must end in {", ".join(PLOT_FORMATS)}, '
-                         f'got {args.out!r}')
-        if args.sizes not in ('scaling', 'all') or args.ops == ['inverse']:
-            parser.error('--out draws the scaling sizes of kernel and '
-                         'attention, which --sizes or --ops leave out')
+    benchmark.check_arguments(parser, args)
+    if args.out and (args.sizes not in ('scaling', 'all')
+                     or args.ops == ['inverse']):
+        parser.error('--out draws the scaling sizes of kernel and attention, '
+                     'which --sizes or --ops leave out')
     return args
 
 
 def main() -> None:
     args = parse_args()
-    if args.out and find_spec('matplotlib') is None:
-        print('no plot: matplotlib is not installed')
-        args.out = None
     dtype = getattr(torch, args.dtype)
-    environment = describe_environment(args.device, dtype)
-    for name, value in environment.items():
-        print(f'{name:10} {value}')
+    environment = benchmark.describe_environment(
+        args.device, dtype=str(dtype))
+    benchmark.print_environment(environment)
     rows = []
     try:
         for op in args.ops:
@@ -595,7 +430,7 @@ def main() -> None:
                 finally:
                     print_rows(measured)
                     if args.json:
-                        save(args.json, environment, rows)
+                        benchmark.save(args.json, environment, rows)
     except KeyboardInterrupt:
         print('interrupted')
     print_growth(rows)
