@@ -1016,22 +1016,38 @@ laplacian_attention_backward(
   check_size("laplacian_attention_backward", grad, -2, queries.size(-2));
   check_size("laplacian_attention_backward", grad, -1, values.size(-1));
   const auto type = inputs.queries.scalar_type();
+  const int64_t batches = batch_size(queries);
   const int64_t count = inputs.landmark_count();
+  const int64_t value_dims = values.size(-1);
   const Tensor output_grad = grad.to(type);
-  const Tensor x =
-      inverse.reshape({batch_size(queries), count, count}).contiguous();
+  // As the forward operator returned them.
+  const auto kept = [](const Tensor& tensor, at::ScalarType kept_type,
+                       at::IntArrayRef sizes) {
+    TORCH_CHECK(
+        tensor.scalar_type() == kept_type,
+        "laplacian_attention_backward needs what the forward operator "
+        "returned, got ", tensor.scalar_type());
+    return tensor.reshape(sizes).contiguous();
+  };
+  const Tensor x = kept(inverse, type, {batches, count, count});
+  const Tensor scales = kept(key_scales, type, {batches, keys.size(-2)});
+  const Tensor query_stats = kept(
+      query_moments, at::kDouble, {batches, Moments::elements(count, count)});
+  const Tensor key_stats = kept(
+      key_moments, at::kDouble,
+      {batches, Moments::elements(count, value_dims) + value_dims});
 
   Gradients gradients;
   KeyGradients key_side;
   Tensor query_grad, landmark_grad;
   AT_DISPATCH_FLOATING_TYPES(type, "laplacian_attention_backward", [&] {
     gradients = start_gradients<scalar_t>(
-        inputs, query_moments, key_moments, x,
+        inputs, query_stats, key_stats, x,
         sum_factors(inputs, gain, whitening),
         projection_gradient<scalar_t>(inputs, output_grad));
-    key_side = key_gradients<scalar_t>(inputs, key_scales, gradients);
+    key_side = key_gradients<scalar_t>(inputs, scales, gradients);
     finish_gradients<scalar_t>(
-        inputs, query_moments, x, key_side.form, gradients);
+        inputs, query_stats, x, key_side.form, gradients);
     std::tie(query_grad, landmark_grad) =
         query_gradients<scalar_t>(inputs, output_grad, gradients);
   });

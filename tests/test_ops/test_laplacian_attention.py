@@ -542,3 +542,28 @@ def test_bad_arguments():
                             solver='conjugate_gradient')
     with pytest.raises(TypeError, match='mask'):
         laplacian_attention(queries, keys, values, mask=None)
+
+
+@pytest.mark.parametrize('whitening', WHITENINGS)
+def test_nan_of_a_query_reaches_all_that_it_whitens(backend, whitening):
+    inputs = [tokens(2, *s) for s in ((20, 8), (24, 8), (24, 5), (6, 8))]
+    inputs[0][0, 3, 1] = torch.nan
+    result = laplacian_attention(*inputs, whitening=whitening)
+    assert result[0, 3].isnan().all() and result[1].isfinite().all()
+    others = result[0, 4:]
+    assert (others.isfinite()
+            if whitening == 'none' else others.isnan()).all()
+
+
+def test_variance_is_not_negative(backend):
+    """Nearly equal landmarks and a tiny eps: it cancels to below zero."""
+    inputs = [
+        torch.randn(32, 2, 1),
+        torch.randn(32, 300, 1),
+        torch.randn(32, 300, 2), 1e-4 * torch.randn(32, 16, 1)
+    ]
+    inputs = [x.requires_grad_() for x in inputs]
+    result = laplacian_attention(*inputs, eps=1e-7, num_iters=60)
+    assert result.isfinite().all()
+    result.sum().backward()
+    assert all(x.grad.isfinite().all() for x in inputs)

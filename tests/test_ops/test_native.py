@@ -319,3 +319,44 @@ def test_operators_refuse_what_does_not_fit():
     with pytest.raises(RuntimeError, match='a gain for each matrix'):
         ops.laplacian_attention(queries, keys, keys, keys, torch.ones(1),
                                 *options)
+    good = [queries, keys, keys, keys]
+    for place, bad, message in (
+        (1, keys[..., :2], 'size 3 in dimension -1'),
+        (3, keys[..., :2], 'size 3 in dimension -1'),
+        (3, keys[:1], 'equal leading'), (3, keys.double(), 'one dtype')):
+        tensors = [*good[:place], bad, *good[place + 1:]]
+        with pytest.raises(RuntimeError, match=message):
+            ops.laplacian_attention(*tensors, torch.ones(2), *options)
+
+
+def test_backward_operators_refuse_what_does_not_fit():
+    ops = torch.ops.mmlaplace
+    queries, keys = torch.randn(2, 5, 3), torch.randn(2, 4, 3)
+    inputs = (queries, keys, keys, keys, torch.ones(2))
+    options = (4.0, 'scaled', 12, 1e-3)
+    output, *kept = ops.laplacian_attention(*inputs, *options)
+    for grad, message in ((output[:, :4], 'size 5 in dimension -2'),
+                          (output[..., :2], 'size 3 in dimension -1'),
+                          (output[:1], 'equal leading'), (output.double(),
+                                                          'one dtype')):
+        with pytest.raises(RuntimeError, match=message):
+            ops.laplacian_attention_backward(grad, *inputs, *kept, *options)
+    for place in range(4):
+        for bad, message in ((kept[place][..., :1], 'invalid for input'),
+                             (kept[place].half(), 'forward operator')):
+            others = [*kept[:place], bad, *kept[place + 1:]]
+            with pytest.raises(RuntimeError, match=message):
+                ops.laplacian_attention_backward(output, *inputs, *others,
+                                                 *options)
+
+    result = ops.laplacian_kernel(queries, keys, 4.0)
+    for arguments, message in (
+        ((result[:, :4], queries, keys, result), 'size 5 in dimension -2'),
+        ((result, queries, keys, result[..., :3]), 'size 4 in dimension -1'),
+        ((result, queries, keys[..., :2], result), 'size 3 in dimension -1'),
+        ((result[:1], queries, keys, result), 'equal leading'),
+        ((result, queries, keys, result.double()), 'one dtype')):
+        with pytest.raises(RuntimeError, match=message):
+            ops.laplacian_kernel_backward(*arguments, 4.0)
+    with pytest.raises(RuntimeError, match='takes floating tensors'):
+        ops.laplacian_kernel(queries.long(), keys.long(), 4.0)
