@@ -176,8 +176,6 @@ def first_line(error: Exception) -> str:
 
 def build(model: Model, shape: Tuple[int, int]) -> nn.Module:
     """Build a model with random weights."""
-    # mmengine would log how it drew each of them.
-    MMLogger.get_current_instance().setLevel('ERROR')
     torch.manual_seed(benchmark.SEED)
     if model.kind == 'layer':
         return build_layer(model.name, **model.options)
@@ -197,7 +195,14 @@ def build(model: Model, shape: Tuple[int, int]) -> nn.Module:
                 dict(cfg.model, train_cfg=None))
         with DefaultScope.overwrite_default_scope(scope):
             module = MODELS.build(settings)
-    module.init_weights()
+    # mmengine would log how it drew each of them.
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    logger.setLevel('ERROR')
+    try:
+        module.init_weights()
+    finally:
+        logger.setLevel(level)
     return module
 
 
