@@ -36,6 +36,33 @@ def backend(request, monkeypatch):
     return request.param
 
 
+def _in_nan(tensor):
+    """A copy amid NaN, with which an overrun would be seen."""
+    frame = torch.full([side + 2 for side in tensor.shape], torch.nan,
+                       dtype=tensor.dtype)
+    inside = frame[tuple(slice(1, -1) for _ in tensor.shape)]
+    return inside.copy_(tensor)
+
+
+_LAYOUTS = {
+    'amid NaN': _in_nan,
+    'transposed': lambda x: x.mT.contiguous().mT,
+    'batch transposed': lambda x: x.transpose(0, 1).contiguous().transpose(
+        0, 1),
+    'one in two': lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    'one in three rows': lambda x: x.repeat_interleave(3, -2)[..., ::3, :],
+    'expanded batch': lambda x: x[:, :1].expand_as(x),
+    'expanded rows': lambda x: x[..., :1, :].expand_as(x),
+    'expanded columns': lambda x: x[..., :1].expand_as(x),
+}
+
+
+@pytest.fixture(params=_LAYOUTS)
+def layout(request):
+    """Gives a function that lays a tensor (a, b, n, m) out otherwise."""
+    return _LAYOUTS[request.param]
+
+
 @pytest.fixture
 def set_num_threads():
     """For tests of several numbers of threads, see below."""
