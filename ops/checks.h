@@ -39,4 +39,35 @@ inline void check_size(
       dim, ", got shape ", tensor.sizes());
 }
 
+inline void check_laplacian_kernel(
+    const at::Tensor& queries, const at::Tensor& keys) {
+  check_alike("laplacian_kernel", {queries, keys});
+  check_size("laplacian_kernel", keys, -1, queries.size(-1));
+}
+
+inline void check_laplacian_kernel_backward(
+    const at::Tensor& grad, const at::Tensor& queries, const at::Tensor& keys,
+    const at::Tensor& result) {
+  check_alike("laplacian_kernel_backward", {queries, keys, grad, result});
+  check_size("laplacian_kernel_backward", keys, -1, queries.size(-1));
+  for (const at::Tensor& matrix : {grad, result}) {
+    check_size("laplacian_kernel_backward", matrix, -2, queries.size(-2));
+    check_size("laplacian_kernel_backward", matrix, -1, keys.size(-2));
+  }
+}
+
+inline void check_newton_schulz_inverse(const at::Tensor& matrix) {
+  check_alike("newton_schulz_inverse", {matrix});
+  check_size("newton_schulz_inverse", matrix, -1, matrix.size(-2));
+}
+
+inline void check_newton_schulz_inverse_backward(
+    const at::Tensor& grad, const at::Tensor& matrix) {
+  check_alike("newton_schulz_inverse_backward", {matrix, grad});
+  for (const at::Tensor& tensor : {matrix, grad}) {
+    check_size("newton_schulz_inverse_backward", tensor, -2, matrix.size(-2));
+    check_size("newton_schulz_inverse_backward", tensor, -1, matrix.size(-2));
+  }
+}
+
 }  // namespace mmlaplace

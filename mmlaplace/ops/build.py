@@ -65,7 +65,7 @@ def source_folder() -> Path:
 
 def find_sources(folder: Path, device: str) -> List[Path]:
     """List what is compiled for a device; a CUDA build has the CPU too."""
-    sources = [folder / 'library.cpp', *sorted(folder.glob('cpu/*.cpp'))]
+    sources = sorted([*folder.glob('*.cpp'), *folder.glob('cpu/*.cpp')])
     if device == 'cuda':
         sources += sorted(folder.glob('cuda/*.cu'))
     return sources

@@ -1,30 +1,16 @@
 // What the CPU operators share outside of their inner loops.
 #pragma once
 
+#include "tensors.h"
+
 #include <ATen/ATen.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <memory>
 
 namespace mmlaplace {
-
-using at::Tensor;
-
-// Torch's operators, called from within ours, are neither recorded for
-// autograd nor cast by autocast.
-struct BelowDispatch {
-  at::AutoDispatchBelowADInplaceOrView autograd;
-  c10::impl::ExcludeDispatchKeyGuard autocast{c10::autocast_dispatch_keyset};
-};
-
-// The dtype that is computed in: float32 for half precision.
-inline at::ScalarType compute_type(const Tensor& tensor) {
-  return at::toOpMathType(tensor.scalar_type());
-}
 
 // A tensor (..., rows, columns) as a batch of matrices whose rows are dense.
 // Any layout is taken as it is but one with strided rows, which is copied.
@@ -67,21 +53,6 @@ class Matrices {
   Tensor tensor_;
   T* data_;
 };
-
-// The number of matrices in a tensor.
-inline int64_t batch_size(const Tensor& tensor) {
-  return c10::multiply_integers(
-      tensor.sizes().slice(0, tensor.dim() - 2));
-}
-
-// Sizes of a tensor with others in place of the last two.
-inline std::vector<int64_t> matrix_sizes(
-    const Tensor& like, int64_t rows, int64_t columns) {
-  std::vector<int64_t> sizes = like.sizes().vec();
-  sizes[sizes.size() - 2] = rows;
-  sizes[sizes.size() - 1] = columns;
-  return sizes;
-}
 
 // Uninitialized memory for tiles, of one thread, aligned to cache lines.
 template <typename T>

@@ -107,8 +107,7 @@ std::tuple<Tensor, Tensor> backward(
 
 Tensor laplacian_kernel(
     const Tensor& queries, const Tensor& keys, double scale) {
-  check_alike("laplacian_kernel", {queries, keys});
-  check_size("laplacian_kernel", keys, -1, queries.size(-1));
+  check_laplacian_kernel(queries, keys);
   const Tensor result = at::empty(
       matrix_sizes(queries, queries.size(-2), keys.size(-2)),
       queries.options().dtype(compute_type(queries)));
@@ -123,12 +122,7 @@ Tensor laplacian_kernel(
 std::tuple<Tensor, Tensor> laplacian_kernel_backward(
     const Tensor& grad, const Tensor& queries, const Tensor& keys,
     const Tensor& result, double scale) {
-  check_alike("laplacian_kernel_backward", {queries, keys, grad, result});
-  check_size("laplacian_kernel_backward", keys, -1, queries.size(-1));
-  for (const Tensor& matrix : {grad, result}) {
-    check_size("laplacian_kernel_backward", matrix, -2, queries.size(-2));
-    check_size("laplacian_kernel_backward", matrix, -1, keys.size(-2));
-  }
+  check_laplacian_kernel_backward(grad, queries, keys, result);
   if (result.numel() == 0) {
     return {at::zeros_like(queries, at::MemoryFormat::Contiguous),
             at::zeros_like(keys, at::MemoryFormat::Contiguous)};
