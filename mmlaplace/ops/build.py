@@ -25,7 +25,7 @@ MODES = ('auto', 'cpu', 'cuda', 'none')
 REINSTALL = 'pip install --no-build-isolation . in a checkout'
 
 # Python's own flags, which setuptools adds, may ask for debug information.
-_FLAGS = ('-O3', '-g0')
+_FLAGS = ('-O3', '-g0', '-fno-math-errno')
 _SUFFIXES = {'.cpp', '.cu', '.cuh', '.h'}
 _TAG_START = b'mmlaplace build tag: '
 _JOB_BYTES = 2 * 2**30

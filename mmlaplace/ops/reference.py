@@ -208,13 +208,16 @@ def laplacian_attention(queries: Tensor, keys: Tensor, values: Tensor,
         else:
             covariance = centred.mT @ centred / max(num_queries, 1)
             variance = (weights * (covariance @ weights)).sum(-2)
-        mixed = values * torch.rsqrt(variance.clamp(min=0) + eps)[..., None]
+            # Below zero only by rounding.
+            variance = variance.clamp(min=0)
+        mixed = values * torch.rsqrt(variance + eps)[..., None]
         # Centring the weighted values subtracts the row mean of the kernel.
         mixed = mixed - mixed.mean(-2, keepdim=True)
 
     output = query_kernel @ (mixed if weights is None else weights @ mixed)
     if whitening != 'literal':
-        output = output / num_keys
+        factor = 1 / num_keys
         if gain is not None:
-            output = output * gain.to(output.dtype)[..., None, None]
+            factor = gain.to(output.dtype)[..., None, None] * factor
+        output = output * factor
     return output + values.mean(-2, keepdim=True)

@@ -8,6 +8,7 @@
 #include <ATen/Version.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>

@@ -82,14 +82,17 @@ struct Moments {
     return left + right + left * right;
   }
 
+  // Of a symmetric product only the lower triangle is looked at.
   template <typename T>
   void merge(
       int64_t count, int64_t other_count, const T* other_left,
-      const T* other_right, const T* other_product, int64_t stride) const {
+      const T* other_right, const T* other_product, int64_t stride,
+      bool symmetric = false) const {
     const double share = double(other_count) / (count + other_count);
     for (int64_t i = 0; i < left_columns; ++i) {
       const double shift = (other_left[i] - left_mean[i]) * share * count;
-      for (int64_t j = 0; j < right_columns; ++j) {
+      const int64_t end = symmetric ? i + 1 : right_columns;
+      for (int64_t j = 0; j < end; ++j) {
         product[i * right_columns + j] += other_product[i * stride + j] +
             shift * (other_right[j] - right_mean[j]);
       }
@@ -99,6 +102,15 @@ struct Moments {
     }
     for (int64_t j = 0; j < right_columns; ++j) {
       right_mean[j] += (other_right[j] - right_mean[j]) * share;
+    }
+  }
+
+  // Fills the upper triangle of a symmetric product.
+  void mirror() const {
+    for (int64_t i = 0; i < left_columns; ++i) {
+      for (int64_t j = 0; j < i; ++j) {
+        product[j * right_columns + i] = product[i * right_columns + j];
+      }
     }
   }
 };
@@ -163,7 +175,7 @@ class Wide {
     MMLAPLACE_SELECT(matmul<double>)(
         left.data_, left.stride_, 1, right.data_, right.stride_, data_,
         stride_, rows_, left.columns_, columns_, factor,
-        add ? data_ : nullptr);
+        add ? data_ : nullptr, stride_);
   }
 
   // The same with the transpose of left.
@@ -171,7 +183,33 @@ class Wide {
                            double factor = 1) {
     MMLAPLACE_SELECT(matmul<double>)(
         left.data_, 1, left.stride_, right.data_, right.stride_, data_,
-        stride_, rows_, left.rows_, columns_, factor, nullptr);
+        stride_, rows_, left.rows_, columns_, factor, nullptr, 0);
+  }
+
+  // The lower triangle of that where it is symmetric; all are square.
+  void multiply_symmetric(const Wide& left, const Wide& right) {
+    MMLAPLACE_SELECT(symmetric_product<double>)(
+        left.data_, right.data_, stride_, data_, rows_, columns_, nullptr);
+  }
+
+  // Adds the upper triangle of a symmetric matrix, of which the lower is
+  // given, to the lower one: x^T A x is the same then.
+  void fold() {
+    for (int64_t i = 0; i < rows_; ++i) {
+      for (int64_t j = 0; j < i; ++j) {
+        row(i)[j] *= 2;
+        row(j)[i] = 0;
+      }
+    }
+  }
+
+  // Fills the upper triangle of a symmetric matrix.
+  void mirror() {
+    for (int64_t i = 0; i < rows_; ++i) {
+      for (int64_t j = 0; j < i; ++j) {
+        row(j)[i] = row(i)[j];
+      }
+    }
   }
 
   void add_row(int64_t index, const double* source, double factor) {
@@ -226,13 +264,14 @@ class LandmarkTiles {
     MMLAPLACE_SELECT(transpose<T>)(
         landmarks_[batch], landmarks_.stride(), transposed_, stride_,
         landmarks_.rows(), landmarks_.columns());
+    last_ = landmarks_.row(batch, landmarks_.rows() - 1);
   }
 
   // Rows of the kernel, in a tile that the next call overwrites.
   T* kernel(const T* points, int64_t point_stride, int64_t rows) const {
     MMLAPLACE_SELECT(kernel_tile<T>)(
-        points, point_stride, transposed_, stride_, kernel_, stride_, stride_,
-        rows, landmarks_.rows(), landmarks_.columns(), scale_);
+        points, point_stride, transposed_, stride_, last_, kernel_, stride_,
+        stride_, rows, landmarks_.rows(), landmarks_.columns(), scale_);
     return kernel_;
   }
 
@@ -243,6 +282,7 @@ class LandmarkTiles {
   Scratch<T> scratch_;
   T* transposed_;
   T* kernel_;
+  const T* last_ = nullptr;
 };
 
 // A small matrix of each batch index, in padded rows.
@@ -320,15 +360,18 @@ Tensor query_moments(const Inputs& inputs) {
         T* const kernel = landmarks.kernel(
             queries.row(chunk.batch, row), queries.stride(), rows);
         MMLAPLACE_SELECT(centre<T>)(kernel, stride, rows, count, mean);
-        MMLAPLACE_SELECT(matmul<T>)(
-            kernel, 1, stride, kernel, stride, scatter, stride, count, rows,
-            count, T(1), nullptr);
+        MMLAPLACE_SELECT(symmetric_product<T>)(
+            kernel, kernel, stride, scatter, rows, count, nullptr);
         moments.merge(
-            row - chunk.first, rows, mean, mean, scatter, stride);
+            row - chunk.first, rows, mean, mean, scatter, stride, true);
       }
     }
   });
-  return merge_chunks(partial, chunks, count, count);
+  const Tensor result = merge_chunks(partial, chunks, count, count);
+  for (int64_t batch = 0; batch < chunks.batches(); ++batch) {
+    Moments(row_of(result, batch), count, count).mirror();
+  }
+  return result;
 }
 
 // The pass over the keys: their whitening scales D, the moments of C_k^T and
@@ -368,16 +411,11 @@ Tensor key_moments(
             keys.row(chunk.batch, row), keys.stride(), rows);
         const T* const tile_values = values.row(chunk.batch, row);
         if (inputs.whiten) {
-          MMLAPLACE_SELECT(matmul<T>)(
-              kernel, stride, 1, forms[chunk.batch], stride, product, stride,
-              rows, count, count, T(1), nullptr);
+          MMLAPLACE_SELECT(triangular_product<T>)(
+              kernel, forms[chunk.batch], stride, product, rows, count);
           MMLAPLACE_SELECT(row_products<T>)(
               kernel, product, stride, rows, count, scales + row);
-          for (int64_t i = row; i < row + rows; ++i) {
-            // Below zero only by rounding; NaN stays.
-            const T variance = scales[i] < 0 ? T(0) : scales[i];
-            scales[i] = 1 / std::sqrt(variance + eps);
-          }
+          MMLAPLACE_SELECT(whitening_scales<T>)(scales + row, rows, eps);
         }
         MMLAPLACE_SELECT(sum_rows<T>)(
             tile_values, values.stride(), rows, value_dims, value_mean);
@@ -392,7 +430,7 @@ Tensor key_moments(
             weighted, value_stride, rows, value_dims, value_mean);
         MMLAPLACE_SELECT(matmul<T>)(
             kernel, 1, stride, weighted, value_stride, cross, value_stride,
-            count, rows, value_dims, T(1), nullptr);
+            count, rows, value_dims, T(1), nullptr, 0);
         moments.merge(
             row - chunk.first, rows, key_mean, value_mean, cross,
             value_stride);
@@ -412,11 +450,12 @@ Tensor padded_matrices(const Inputs& inputs, int64_t rows, int64_t columns) {
       inputs.queries.options().dtype(c10::CppTypeToScalarType<T>::value));
 }
 
-// X^T S X, from the moments of the queries.
+// X^T S X, from the moments of the queries, or that folded into its lower
+// triangle.
 template <typename T>
 Tensor quadratic_forms(
-    const Inputs& inputs, const Tensor& query_moments,
-    const Tensor& inverse) {
+    const Inputs& inputs, const Tensor& query_moments, const Tensor& inverse,
+    bool fold) {
   const int64_t count = inputs.landmark_count();
   const Tensor result = padded_matrices<T>(inputs, count, count);
   const Matrices<T> out(result), inverses(inverse);
@@ -430,7 +469,12 @@ Tensor quadratic_forms(
           x.load(inverses[batch], count);
           covariance.load(moments.product, count, inputs.query_share());
           product.multiply(covariance, x);
-          form.multiply_transposed(x, product);
+          form.multiply_symmetric(x, product);
+          if (fold) {
+            form.fold();
+          } else {
+            form.mirror();
+          }
           form.store(out[batch], out.stride());
         }
       });
@@ -505,6 +549,7 @@ Tensor outputs(
   const int64_t count = inputs.landmark_count(), stride = padded(count);
   const int64_t value_dims = inputs.values.size(-1);
   const int64_t value_stride = padded(value_dims);
+  const bool whole_vectors = value_dims % 16 == 0;
   const Tensor result = empty_outputs(inputs);
   const Matrices<T> out(result);
   at::parallel_for(0, chunks.count(), 1, [&](int64_t begin, int64_t end) {
@@ -518,14 +563,16 @@ Tensor outputs(
         const int64_t rows = std::min(kTileRows, chunk.last - row);
         const T* const kernel = landmarks.kernel(
             queries.row(chunk.batch, row), queries.stride(), rows);
-        MMLAPLACE_SELECT(repeat_row<T>)(
-            means[chunk.batch], tile, value_stride, rows, value_dims);
+        T* const out_rows = out.row(chunk.batch, row);
         MMLAPLACE_SELECT(matmul<T>)(
-            kernel, stride, 1, projections[chunk.batch], value_stride, tile,
-            value_stride, rows, count, value_dims, T(1), tile);
-        MMLAPLACE_SELECT(copy_rows<T>)(
-            tile, value_stride, out.row(chunk.batch, row), out.stride(),
-            rows, value_dims);
+            kernel, stride, 1, projections[chunk.batch], value_stride,
+            whole_vectors ? out_rows : tile,
+            whole_vectors ? out.stride() : value_stride, rows, count,
+            value_dims, T(1), means[chunk.batch], 0);
+        if (!whole_vectors) {
+          MMLAPLACE_SELECT(copy_rows<T>)(
+              tile, value_stride, out_rows, out.stride(), rows, value_dims);
+        }
       }
     }
   });
@@ -565,7 +612,8 @@ Tensor projection_gradient(const Inputs& inputs, const Tensor& output_grad) {
             rows, value_dims);
         MMLAPLACE_SELECT(matmul<T>)(
             kernel, 1, stride, tile, value_stride, product, value_stride,
-            count, rows, value_dims, T(1), product);
+            count, rows, value_dims, T(1), product,
+            value_stride);
         MMLAPLACE_SELECT(sum_rows<T>)(
             tile, value_stride, rows, value_dims, sums);
         for (int64_t c = 0; c < value_dims; ++c) {
@@ -608,7 +656,7 @@ Gradients start_gradients(
   const int64_t per_batch =
       Chunks(inputs.queries, inputs.landmarks).per_batch();
   const Gradients result{
-      quadratic_forms<T>(inputs, query_moments, inverse),
+      quadratic_forms<T>(inputs, query_moments, inverse, false),
       padded_matrices<T>(inputs, count, value_dims),
       padded_matrices<T>(inputs, value_dims, count),
       padded_matrices<T>(inputs, 1, count),
@@ -705,6 +753,7 @@ void finish_gradients(
                ++i) {
             form.load(form_grads[i], form_grads.stride(), 1, true);
           }
+          form.mirror();
           product.multiply(covariance, x);
           result.load(inverse_grad_out[batch], count);
           result.multiply(product, form, 2, true);
@@ -819,12 +868,12 @@ KeyGradients key_gradients(
             value_dims);
         MMLAPLACE_SELECT(matmul<T>)(
             centred, value_stride, 1, cross_transposed, stride, kernel_grad,
-            stride, rows, value_dims, count, T(1), nullptr);
+            stride, rows, value_dims, count, T(1), nullptr, 0);
         MMLAPLACE_SELECT(subtract_row<T>)(
             kernel, kernel_means[chunk.batch], product, stride, rows, count);
         MMLAPLACE_SELECT(matmul<T>)(
             product, stride, 1, cross, value_stride, weighted_grad,
-            value_stride, rows, count, value_dims, T(1), nullptr);
+            value_stride, rows, count, value_dims, T(1), nullptr, 0);
 
         if (inputs.whiten) {
           // With D = (sigma^2 + eps)^(-1/2) and <v, d Dv> = <Dv, d Dv> / D,
@@ -837,16 +886,16 @@ KeyGradients key_gradients(
           }
           MMLAPLACE_SELECT(matmul<T>)(
               kernel, stride, 1, form, stride, product, stride, rows, count,
-              count, T(2), nullptr);
+              count, T(2), nullptr, 0);
           MMLAPLACE_SELECT(scale_rows<T>)(
               product, stride, variance_grad, kernel_grad, stride, rows,
               count, true);
           MMLAPLACE_SELECT(scale_rows<T>)(
               kernel, stride, variance_grad, product, stride, rows, count,
               false);
-          MMLAPLACE_SELECT(matmul<T>)(
-              product, 1, stride, kernel, stride, form_out[index], stride,
-              count, rows, count, T(1), form_out[index]);
+          MMLAPLACE_SELECT(symmetric_product<T>)(
+              product, kernel, stride, form_out[index], rows, count,
+              form_out[index]);
         }
 
         T* const value_rows = value_out.row(chunk.batch, row);
@@ -905,14 +954,15 @@ std::tuple<Tensor, Tensor> query_gradients(
         MMLAPLACE_SELECT(matmul<T>)(
             grads.row(chunk.batch, row), grads.stride(), 1, projection,
             stride, kernel_grad, stride, rows, value_dims, count, T(1),
-            nullptr);
+            nullptr, 0);
         if (inputs.whiten) {
           MMLAPLACE_SELECT(subtract_row<T>)(
               kernel, kernel_means[chunk.batch], centred, stride, rows,
               count);
           MMLAPLACE_SELECT(matmul<T>)(
               centred, stride, 1, covariance_grad, stride, kernel_grad,
-              stride, rows, count, count, T(1), kernel_grad);
+              stride, rows, count, count, T(1), kernel_grad,
+              stride);
         }
         kernel_gradient(
             kernel, kernel_grad, points, queries.stride(),
@@ -983,7 +1033,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> laplacian_attention(
         : at::zeros({batches, Moments::elements(count, count)},
                     inputs.double_options());
     key_stats = key_moments<scalar_t>(
-        inputs, quadratic_forms<scalar_t>(inputs, query_stats, inverse),
+        inputs, quadratic_forms<scalar_t>(inputs, query_stats, inverse, true),
         key_scales);
     const auto [projection, value_mean] = project<scalar_t>(
         inputs, key_stats, inverse, sum_factors(inputs, gain, whitening));

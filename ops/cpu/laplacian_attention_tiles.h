@@ -3,13 +3,37 @@
 
 #include "cpu/tiles.h"
 
-// sums = the sum of the rows of a tile
+// The sum of a vector of columns.
+template <typename T>
+MMLAPLACE_INLINE typename Simd<T>::Vector sum_columns(
+    const T* columns, int64_t stride, int64_t rows) {
+  using S = Simd<T>;
+  // Enough sums at once to hide the latency of an addition.
+  typename S::Vector sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 <= rows; i += 4) {
+    for (int r = 0; r < 4; ++r) {
+      sums[r] += S::load(columns + (i + r) * stride);
+    }
+  }
+  for (; i < rows; ++i) {
+    sums[0] += S::load(columns + i * stride);
+  }
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// sums = the sum of the rows of a tile, whose rows need no padding
 template <typename T>
 void sum_rows(
     const T* tile, int64_t stride, int64_t rows, int64_t columns, T* sums) {
-  std::fill_n(sums, columns, T(0));
-  for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t j = 0; j < columns; ++j) {
+  using S = Simd<T>;
+  int64_t j = 0;
+  for (; j + S::kLanes <= columns; j += S::kLanes) {
+    S::store(sums + j, sum_columns(tile + j, stride, rows));
+  }
+  for (; j < columns; ++j) {
+    sums[j] = 0;
+    for (int64_t i = 0; i < rows; ++i) {
       sums[j] += tile[i * stride + j];
     }
   }
@@ -30,11 +54,25 @@ void subtract_row(
 // mean = the mean row of a tile, which is subtracted from every row.
 template <typename T>
 void centre(T* tile, int64_t stride, int64_t rows, int64_t columns, T* mean) {
-  sum_rows(tile, stride, rows, columns, mean);
-  for (int64_t j = 0; j < columns; ++j) {
-    mean[j] /= rows;
+  using S = Simd<T>;
+  for (int64_t j = 0; j < columns; j += S::kLanes) {
+    const auto row = sum_columns(tile + j, stride, rows) / T(rows);
+    S::store(mean + j, row);
+    for (int64_t i = 0; i < rows; ++i) {
+      T* const place = tile + i * stride + j;
+      S::store(place, S::load(place) - row);
+    }
   }
-  subtract_row(tile, mean, tile, stride, rows, columns);
+}
+
+// From the variances of keys, which are overwritten, to their scales.
+template <typename T>
+void whitening_scales(T* variances, int64_t count, T eps) {
+  for (int64_t i = 0; i < count; ++i) {
+    // Below zero only by rounding; NaN stays.
+    const T variance = variances[i] < 0 ? T(0) : variances[i];
+    variances[i] = 1 / std::sqrt(variance + eps);
+  }
 }
 
 // out_i = sum_j left_ij * right_ij
@@ -77,14 +115,5 @@ void scale_rows(
         target[j] = factor * source[j];
       }
     }
-  }
-}
-
-// Fills every row of a tile with one.
-template <typename T>
-void repeat_row(
-    const T* row, T* tile, int64_t stride, int64_t rows, int64_t columns) {
-  for (int64_t i = 0; i < rows; ++i) {
-    std::copy_n(row, columns, tile + i * stride);
   }
 }

@@ -39,7 +39,8 @@ void forward(const Tensor& queries, const Tensor& keys, double scale,
           const int64_t row = item % chunks * chunk;
           MMLAPLACE_SELECT(kernel_tile<T>)(
               q.row(batch, row), q.stride(), transposed, stride,
-              out.row(batch, row), columns, columns,
+              k.row(batch, columns - 1), out.row(batch, row), columns,
+              columns,
               std::min(chunk, q.rows() - row), columns, dims, scale);
         }
       });

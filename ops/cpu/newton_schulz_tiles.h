@@ -75,7 +75,7 @@ void square_matmul(
     const T* base = nullptr) {
   const int64_t stride = padded(size);
   matmul(left, stride, 1, right, stride, out, stride, size, size, size,
-         factor, base);
+         factor, base, stride);
 }
 
 // What one matrix goes through, forward and, where all steps were kept, back.
@@ -206,7 +206,7 @@ struct NewtonSchulz {
         transpose(e, stride, flipped, stride, size, size);
         square_matmul(grad, flipped, product, size, T(1), grad);
         matmul(matrix, 1, stride, error_grad, stride, grad, stride, size,
-               size, size, T(-1), product);
+               size, size, T(-1), product, stride);
       }
     }
     if (!symmetric) {

@@ -33,18 +33,6 @@ struct Simd {
     std::memcpy(target, &value, kBytes);
   }
 
-  // Stores the first elements only, where there is no room for all.
-  static MMLAPLACE_INLINE void store_first(
-      T* target, Vector value, int64_t room) {
-    if (room >= kLanes) {
-      store(target, value);
-    } else {
-      for (int lane = 0; lane < room; ++lane) {
-        target[lane] = value[lane];
-      }
-    }
-  }
-
   static MMLAPLACE_INLINE Vector broadcast(T value) {
     return value - Vector{};
   }
@@ -60,11 +48,18 @@ struct Simd {
   }
 
   static MMLAPLACE_INLINE T sum(Vector value) {
-    T total = 0;
-    for (int lane = 0; lane < kLanes; ++lane) {
-      total += value[lane];
+    if constexpr (kBytes > 16) {
+      using Half = Simd<T, kBytes / 2>;
+      T lanes[kLanes];
+      store(lanes, value);
+      return Half::sum(Half::load(lanes) + Half::load(lanes + Half::kLanes));
+    } else {
+      T total = value[0];
+      for (int lane = 1; lane < kLanes; ++lane) {
+        total += value[lane];
+      }
+      return total;
     }
-    return total;
   }
 
   // e^x for x <= 0, right to about one unit in the last place; 0 where the

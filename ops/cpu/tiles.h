@@ -11,6 +11,25 @@
 // Vectors of columns that are computed at once, in registers.
 constexpr int kVectors = MMLAPLACE_VECTOR_BYTES == 64 ? 4 : 2;
 
+// Computes kR rows of a block in as many vectors as asked for, at most
+// kVectors.
+template <class S, int kR, class Block>
+MMLAPLACE_INLINE void compute_vectors(
+    const Block& block, int64_t row, int64_t column, int64_t vectors) {
+#if MMLAPLACE_VECTOR_BYTES == 64
+  if (vectors == 4) {
+    block.template compute<S, kR, 4>(row, column);
+  } else if (vectors == 3) {
+    block.template compute<S, kR, 3>(row, column);
+  } else
+#endif
+  if (vectors == 2) {
+    block.template compute<S, kR, 2>(row, column);
+  } else if (vectors == 1) {
+    block.template compute<S, kR, 1>(row, column);
+  }
+}
+
 template <class S, int kCount, class Block>
 MMLAPLACE_INLINE void compute_columns(
     const Block& block, int64_t rows, int64_t column) {
@@ -71,6 +90,7 @@ struct MatmulBlock {
   int64_t inner;
   T factor;
   const T* base;
+  int64_t base_stride;
 
   template <class S, int kR, int kV>
   MMLAPLACE_INLINE void compute(int64_t row, int64_t column) const {
@@ -99,10 +119,11 @@ struct MatmulBlock {
     }
     for (int r = 0; r < kR; ++r) {
       for (int v = 0; v < kV; ++v) {
-        const int64_t place =
-            (row + r) * out_stride + column + v * S::kLanes;
-        const V before = base ? S::load(base + place) : V{};
-        S::store(out + place, before + factor * sums[r][v]);
+        const int64_t first = column + v * S::kLanes;
+        const V before =
+            base ? S::load(base + (row + r) * base_stride + first) : V{};
+        S::store(out + (row + r) * out_stride + first,
+                 before + factor * sums[r][v]);
       }
     }
   }
@@ -110,19 +131,63 @@ struct MatmulBlock {
 
 // out = base + factor * left @ right. Element (i, k) of left is
 // left[i * row_step + k * inner_step], which serves a transposed one too. The
-// rows of right and out are padded, base has the layout of out and may be out
-// itself, or null for 0.
+// rows of right, out and base are padded; base may be out itself, one row with
+// a stride of 0, or null for 0.
 template <typename T>
 void matmul(
     const T* left, int64_t row_step, int64_t inner_step,
     const T* right, int64_t right_stride,
     T* out, int64_t out_stride,
     int64_t rows, int64_t inner, int64_t columns,
-    T factor = 1, const T* base = nullptr) {
+    T factor = 1, const T* base = nullptr, int64_t base_stride = 0) {
   compute_blocks<T>(
       MatmulBlock<T>{left, row_step, inner_step, right, right_stride, out,
-                     out_stride, inner, factor, base},
+                     out_stride, inner, factor, base, base_stride},
       rows, columns);
+}
+
+// The lower triangle of out = base + left^T @ right, for a product that is
+// symmetric. Rows of all are `stride` apart, base may be out itself or null
+// for 0; what is above the diagonal is of no meaning.
+template <typename T>
+void symmetric_product(
+    const T* left, const T* right, int64_t stride, T* out, int64_t rows,
+    int64_t columns, const T* base = nullptr) {
+  using S = Simd<T>;
+  constexpr int kRows = 4;
+  const MatmulBlock<T> block{left, 1, stride, right, stride, out,
+                             stride, rows, T(1), base, stride};
+  for (int64_t row = 0; row < columns; row += kRows) {
+    const int64_t end = std::min(row + kRows, columns);
+    for (int64_t column = 0; column < end;
+         column += kVectors * S::kLanes) {
+      const int64_t vectors = std::min<int64_t>(
+          (end - column + S::kLanes - 1) / S::kLanes, kVectors);
+      if (end - row == kRows) {
+        compute_vectors<S, kRows>(block, row, column, vectors);
+      } else {
+        for (int64_t last = row; last < end; ++last) {
+          compute_vectors<S, 1>(block, last, column, vectors);
+        }
+      }
+    }
+  }
+}
+
+// out = left @ right, for right a lower triangle: only those of its rows are
+// read that are in or below the block of columns.
+template <typename T>
+void triangular_product(
+    const T* left, const T* right, int64_t stride, T* out, int64_t rows,
+    int64_t columns) {
+  using S = Simd<T>;
+  for (int64_t column = 0; column < columns; column += S::kLanes) {
+    compute_columns<S, 1>(
+        MatmulBlock<T>{left + column, stride, 1, right + column * stride,
+                       stride, out, stride, columns - column, T(1), nullptr,
+                       0},
+        rows, column);
+  }
 }
 
 template <typename T>
@@ -172,30 +237,76 @@ struct KernelBlock {
       k += key_stride;
     }
     for (int r = 0; r < kR; ++r) {
+      T* const target = out + (row + r) * out_stride + column;
       for (int v = 0; v < kV; ++v) {
-        const int64_t first = column + v * S::kLanes;
-        S::store_first(out + (row + r) * out_stride + first,
-                       S::exp(sums[r][v] * factor), out_columns - first);
+        sums[r][v] = S::exp(sums[r][v] * factor);
+      }
+      // Apart, for a store of some lanes keeps a vector from its register.
+      if (column + kV * S::kLanes <= out_columns) {
+        for (int v = 0; v < kV; ++v) {
+          S::store(target + v * S::kLanes, sums[r][v]);
+        }
+      } else {
+        T lanes[kV * S::kLanes];
+        for (int v = 0; v < kV; ++v) {
+          S::store(lanes + v * S::kLanes, sums[r][v]);
+        }
+        std::copy_n(lanes, out_columns - column, target);
       }
     }
   }
 };
 
+// One column of kernel_tile: vectors run over channels, not keys.
+template <typename T>
+MMLAPLACE_INLINE void kernel_column(
+    const T* queries, int64_t query_stride, const T* key, T* out,
+    int64_t out_stride, int64_t rows, int64_t dims, T factor) {
+  using S = Simd<T>;
+  for (int64_t first = 0; first < rows; first += S::kLanes) {
+    const int64_t count = std::min<int64_t>(S::kLanes, rows - first);
+    T distances[S::kLanes] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      const T* q = queries + (first + i) * query_stride;
+      typename S::Vector sums{};
+      int64_t c = 0;
+      for (; c + S::kLanes <= dims; c += S::kLanes) {
+        sums += S::abs(S::load(q + c) - S::load(key + c));
+      }
+      distances[i] = S::sum(sums);
+      for (; c < dims; ++c) {
+        distances[i] += std::abs(q[c] - key[c]);
+      }
+    }
+    S::store(distances, S::exp(S::load(distances) * factor));
+    for (int64_t i = 0; i < count; ++i) {
+      out[(first + i) * out_stride] = distances[i];
+    }
+  }
+}
+
 // out = exp(-|queries - keys|_1 / scale), rows of queries against the columns
-// that transpose() made of the keys. Only out_columns of out are written, all
-// columns or more.
+// that transpose() made of the keys, of which the last is given as a row, too.
+// Only out_columns of out are written, all columns or more.
 template <typename T>
 void kernel_tile(
     const T* queries, int64_t query_stride,
-    const T* keys, int64_t key_stride,
+    const T* keys, int64_t key_stride, const T* last_key,
     T* out, int64_t out_stride, int64_t out_columns,
     int64_t rows, int64_t columns, int64_t dims, double scale) {
   // Unknown to the compiler, which would leave the multiplication out.
   volatile T one = 1;
+  const T factor = static_cast<T>(-1 / scale);
+  // One key beyond whole vectors, as of the usual 49 landmarks.
+  const bool single = columns % Simd<T>::kLanes == 1;
   compute_blocks<T>(
       KernelBlock<T>{queries, query_stride, keys, key_stride, out, out_stride,
-                     out_columns, dims, static_cast<T>(-1 / scale), one},
-      rows, columns);
+                     out_columns, dims, factor, one},
+      rows, columns - single);
+  if (single) {
+    kernel_column(queries, query_stride, last_key, out + columns - 1,
+                  out_stride, rows, dims, factor);
+  }
 }
 
 // One block of kernel_backward_tile, kR queries and kV vectors of channels.
