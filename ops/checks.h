@@ -39,6 +39,20 @@ inline void check_size(
       dim, ", got shape ", tensor.sizes());
 }
 
+inline void check_rotary_embedding(
+    const at::Tensor& tokens, const at::Tensor& table) {
+  TORCH_CHECK(
+      tokens.is_floating_point() && tokens.dim() >= 3, "rotary_embedding ",
+      "takes floating tokens of 3 or more dimensions, got ",
+      tokens.scalar_type(), " of shape ", tokens.sizes());
+  TORCH_CHECK(
+      table.dim() == 3 && table.size(0) == 2 &&
+          table.size(1) == tokens.size(-3) &&
+          2 * table.size(2) == tokens.size(-1),
+      "rotary_embedding needs a table (2, tokens, channels / 2), got shape ",
+      table.sizes(), " for tokens of shape ", tokens.sizes());
+}
+
 inline void check_laplacian_kernel(
     const at::Tensor& queries, const at::Tensor& keys) {
   check_alike("laplacian_kernel", {queries, keys});

@@ -20,6 +20,10 @@ TORCH_LIBRARY(mmlaplace, m) {
   // ATEN_CPU_CAPABILITY holds for both.
   m.def("cpu_capability() -> str", [] { return at::get_cpu_capability(); });
 
+  // The table is in the dtype that is computed in, which the result has.
+  m.def(
+      "rotary_embedding(Tensor tokens, Tensor table, bool inverse) -> Tensor");
+
   m.def(
       "laplacian_kernel(Tensor queries, Tensor keys, float scale) -> Tensor");
   m.def(

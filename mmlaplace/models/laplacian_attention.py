@@ -6,7 +6,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import laplacian_attention, pool_landmarks
+from ..ops import laplacian_attention, pool_landmarks, rotary_embedding
 from ..ops.arguments import check_choice
 from ..ops.laplacian_attention import check_attention_options
 
@@ -42,22 +42,6 @@ def rotary_table(size: Tuple[int, int], dims: int, like: Tensor) -> Tensor:
         (columns[:, None] * frequency)[None].expand(height, -1, -1),
     ], -1).flatten(0, 1)
     return torch.stack([angles.cos(), angles.sin()])
-
-
-def rotate(tokens: Tensor, table: Tensor) -> Tensor:
-    """Turn the channel pairs (i, i + d / 2) of ``(..., d)`` tokens.
-
-    Args:
-        tokens (Tensor): ``(..., d)``.
-        table (Tensor): Cosines and sines, each of which broadcasts to
-            ``(..., d / 2)``.
-    """
-    cosine, sine = table
-    first, second = tokens.chunk(2, dim=-1)
-    return torch.cat([
-        torch.addcmul(first * cosine, second, sine, value=-1),
-        torch.addcmul(first * sine, second, cosine)
-    ], -1)
 
 
 class LaplacianAttention(BaseModule):
@@ -182,37 +166,57 @@ class LaplacianAttention(BaseModule):
         Returns:
             Tensor: ``(B, height * width, embed_dims)``.
         """
-        batch, tokens, channels = x.shape
-        qkv = self.qkv(x)
-        pairs, values = qkv.view(batch, tokens, 3, self.num_heads,
-                                 self.head_dims).split([2, 1], dim=2)
-        image = values.flatten(2).transpose(1, 2).unflatten(2, size)
-        if self.rope:
-            if table is None:
-                table = rotary_table(size, self.head_dims, x)
-            pairs = rotate(pairs, table[:, :, None, None])
-        queries, keys = pairs.permute(2, 0, 3, 1, 4)
-        values = values.squeeze(2).transpose(1, 2)
+        queries, keys, values = self.project(x, size, table)
         if self.softmax:
             # Positions have raised half precision to float32.
             attended = F.scaled_dot_product_attention(
                 queries.to(values.dtype), keys.to(values.dtype), values)
         else:
-            attended = self._attend(queries, keys, values, size)
-        attended = attended.transpose(1, 2).reshape(batch, tokens, channels)
+            attended = laplacian_attention(
+                queries, keys, values, *self.pool(queries, keys, size),
+                self.gain, **self.options)
+        attended = attended.transpose(1, 2).flatten(2)
+        image = values.transpose(1, 2).flatten(2).mT.unflatten(2, size)
         local = self.local(image).flatten(2).transpose(1, 2)
         return self.proj(attended + local)
 
-    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor,
-                size: Tuple[int, int]) -> Tensor:
+    def project(self,
+                x: Tensor,
+                size: Tuple[int, int],
+                table: Optional[Tensor] = None) -> Tuple[Tensor, ...]:
+        """Compute what the attention takes; arguments as of forward.
+
+        Returns:
+            tuple[Tensor]: Queries, keys and values, each
+            ``(B, num_heads, height * width, embed_dims / num_heads)``.
+        """
+        pairs, values = self.qkv(x).unflatten(
+            -1, (3, self.num_heads, self.head_dims)).split([2, 1], dim=2)
+        if self.rope:
+            if table is None:
+                table = rotary_table(size, self.head_dims, x)
+            # Of queries and keys together, as if these were more heads.
+            pairs = rotary_embedding(pairs.flatten(2, 3), table).unflatten(
+                2, (2, self.num_heads))
+        queries, keys = pairs.permute(2, 0, 3, 1, 4)
+        return queries, keys, values.squeeze(2).transpose(1, 2)
+
+    def pool(self, queries: Tensor, keys: Tensor,
+             size: Tuple[int, int]) -> Tuple[Optional[Tensor], ...]:
+        """Average landmarks of what :meth:`project` returns.
+
+        Returns:
+            tuple[Tensor | None]: Landmarks of the keys, None where the keys
+            themselves are the landmarks; and landmarks of the queries, None
+            unless ``landmark_source`` asks for them.
+        """
         grid = self.landmark_size(size)
-        landmarks = query_landmarks = None
-        if grid != size:
-            landmarks = pool_landmarks(keys, size, grid)
-            if self.landmark_source == 'queries_and_keys':
-                query_landmarks = pool_landmarks(queries, size, grid)
-        return laplacian_attention(queries, keys, values, landmarks,
-                                   query_landmarks, self.gain, **self.options)
+        if grid == size:
+            return None, None
+        landmarks = pool_landmarks(keys, size, grid)
+        if self.landmark_source == 'keys':
+            return landmarks, None
+        return landmarks, pool_landmarks(queries, size, grid)
 
     def extra_repr(self) -> str:
         """Name the attention that this layer computes."""

@@ -43,6 +43,30 @@ def _register_gradient(name, backward, keep):
     torch.library.register_autograd(f'mmlaplace::{name}_backward', refuse)
 
 
+@torch.library.register_fake('mmlaplace::rotary_embedding')
+def _(tokens, table, inverse):
+    return table.new_empty(tokens.shape)
+
+
+def _keep_table(ctx, inputs, output):
+    tokens, table, ctx.inverse = inputs
+    ctx.dtype = tokens.dtype
+    ctx.save_for_backward(table)
+
+
+def _rotary_embedding_backward(ctx, grad):
+    table, = ctx.saved_tensors
+    grad = _OPS.rotary_embedding(grad, table, not ctx.inverse)
+    return grad.to(ctx.dtype), None, None
+
+
+# Linear in the tokens, hence any number of times differentiable.
+torch.library.register_autograd(
+    'mmlaplace::rotary_embedding',
+    _rotary_embedding_backward,
+    setup_context=_keep_table)
+
+
 @torch.library.register_fake('mmlaplace::laplacian_kernel')
 def _(queries, keys, scale):
     return queries.new_empty(*queries.shape[:-1], keys.shape[-2])

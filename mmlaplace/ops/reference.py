@@ -50,6 +50,16 @@ def gaussian_kernel(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
 KERNELS = {'laplacian': laplacian_kernel, 'gaussian': gaussian_kernel}
 
 
+def rotary_embedding(tokens: Tensor, table: Tensor) -> Tensor:
+    """Turn the channel pairs (i, i + d / 2) of ``(..., N, h, d)`` tokens."""
+    cosine, sine = table[:, :, None]
+    first, second = tokens.chunk(2, dim=-1)
+    return torch.cat([
+        torch.addcmul(first * cosine, second, sine, value=-1),
+        torch.addcmul(first * sine, second, cosine)
+    ], -1)
+
+
 def pooling_matrix(size: int, bins: int, like: Tensor) -> Tensor:
     """Build the ``(bins, size)`` matrix of 1-D adaptive average pooling.
 

@@ -2,8 +2,12 @@ import pytest
 import torch
 
 from mmlaplace.models import LaplacianAttention
-from mmlaplace.models.laplacian_attention import rotary_table, rotate
-from mmlaplace.ops import laplacian_attention, pool_landmarks
+from mmlaplace.models.laplacian_attention import rotary_table
+from mmlaplace.ops import (
+    laplacian_attention,
+    pool_landmarks,
+    rotary_embedding,
+)
 
 
 def test_equals_the_parts_written_out():
@@ -14,10 +18,12 @@ def test_equals_the_parts_written_out():
     x = torch.randn(2, 35, 24, dtype=torch.float64)
 
     queries, keys, values = (
-        part.unflatten(-1, (3, 8)).transpose(1, 2)
-        for part in layer.qkv(x).chunk(3, dim=-1))
+        part.unflatten(-1, (3, 8)) for part in layer.qkv(x).chunk(3, dim=-1))
     table = rotary_table(size, 8, x)
-    queries, keys = rotate(queries, table), rotate(keys, table)
+    queries, keys, values = (
+        part.transpose(1, 2)
+        for part in (rotary_embedding(queries, table),
+                     rotary_embedding(keys, table), values))
     landmarks = pool_landmarks(keys, size, (2, 3))
     attended = laplacian_attention(
         queries, keys, values, landmarks, gain=layer.gain)
@@ -33,7 +39,8 @@ def test_rotation_keeps_lengths_and_depends_on_offsets_only():
     x = torch.randn(1, dims, dtype=torch.float64)
     y = torch.randn(1, dims, dtype=torch.float64)
     table = rotary_table(size, dims, x)
-    x, y = rotate(x.expand(54, -1), table), rotate(y.expand(54, -1), table)
+    x, y = rotary_embedding(torch.stack([x, y], 1).expand(54, -1, -1),
+                            table).unbind(1)
     torch.testing.assert_close(x.norm(dim=-1), x.norm(dim=-1)[:1].expand(54))
     products = (x @ y.mT).unflatten(0, size).unflatten(-1, size)
     # The same offset of (2, 3) from three places.
@@ -43,19 +50,6 @@ def test_rotation_keeps_lengths_and_depends_on_offsets_only():
     assert (products[0, 0, 0, 0] - products[0, 0, 3, 0]).abs() > 1e-3
     assert (products[0, 0, 0, 0] - products[0, 0, 0, 3]).abs() > 1e-3
     assert (products[0, 0, 2, 3] - products[0, 0, 3, 2]).abs() > 1e-3
-
-
-def test_rotation_turns_pairs_of_channels():
-    tokens = torch.randn(5, 3, 8, dtype=torch.bfloat16)
-    table = rotary_table((5, 1), 8, tokens)
-    turned = torch.view_as_complex(
-        torch.stack(tokens.float().chunk(2, -1), -1))
-    turned = turned * torch.complex(*table)[:, None]
-    result = rotate(tokens, table[:, :, None])
-    # Positions need more than half precision has.
-    assert result.dtype == torch.float32
-    torch.testing.assert_close(
-        result, torch.cat([turned.real, turned.imag], -1))
 
 
 @pytest.mark.parametrize(
@@ -112,10 +106,12 @@ def test_softmax_is_scaled_dot_product_attention():
     size = (9, 10)
     x = torch.randn(2, 90, 24, dtype=torch.float64)
     queries, keys, values = (
-        part.unflatten(-1, (3, 8)).transpose(1, 2)
-        for part in layer.qkv(x).chunk(3, dim=-1))
+        part.unflatten(-1, (3, 8)) for part in layer.qkv(x).chunk(3, dim=-1))
     table = rotary_table(size, 8, x)
-    queries, keys = rotate(queries, table), rotate(keys, table)
+    queries, keys, values = (
+        part.transpose(1, 2)
+        for part in (rotary_embedding(queries, table),
+                     rotary_embedding(keys, table), values))
     weights = (queries @ keys.mT / 8**0.5).softmax(-1)
     torch.testing.assert_close(
         layer(x, size),
