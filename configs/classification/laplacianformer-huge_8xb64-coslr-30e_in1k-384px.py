@@ -3,7 +3,7 @@ _base_ = [
     '../_base_/models/laplacianformer_classifier.py',
     'mmpretrain::_base_/datasets/imagenet_bs64_swin_384.py',
     '../_base_/schedules/imagenet_bs512_adamw_finetune.py',
-    'mmpretrain::_base_/default_runtime.py',
+    '../_base_/runtimes/mmpretrain.py',
 ]
 
 model = dict(

@@ -3,7 +3,7 @@ _base_ = [
     '../_base_/models/laplacianformer_classifier.py',
     '../_base_/datasets/imagenet_bs128_224.py',
     '../_base_/schedules/imagenet_bs1024_adamw_soft.py',
-    'mmpretrain::_base_/default_runtime.py',
+    '../_base_/runtimes/mmpretrain.py',
 ]
 
 model = dict(

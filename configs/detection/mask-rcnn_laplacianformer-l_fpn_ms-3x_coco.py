@@ -3,7 +3,7 @@ _base_ = [
     '../_base_/models/mask-rcnn_laplacianformer_fpn.py',
     '../_base_/datasets/coco_instance_ms.py',
     '../_base_/schedules/coco_3x_adamw.py',
-    'mmdet::_base_/default_runtime.py',
+    '../_base_/runtimes/mmdet.py',
 ]
 
 model = dict(

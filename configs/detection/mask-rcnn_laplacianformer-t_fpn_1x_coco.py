@@ -3,7 +3,7 @@ _base_ = [
     '../_base_/models/mask-rcnn_laplacianformer_fpn.py',
     'mmdet::_base_/datasets/coco_instance.py',
     '../_base_/schedules/coco_1x_adamw.py',
-    'mmdet::_base_/default_runtime.py',
+    '../_base_/runtimes/mmdet.py',
 ]
 
 model = dict(

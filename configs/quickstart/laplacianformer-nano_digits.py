@@ -2,7 +2,7 @@ _base_ = [
     '../_base_/models/laplacianformer/nano.py',
     '../_base_/datasets/digits_classification.py',
     '../_base_/schedules/quickstart.py',
-    'mmpretrain::_base_/default_runtime.py',
+    '../_base_/runtimes/mmpretrain.py',
 ]
 
 model = dict(

@@ -3,7 +3,7 @@ _base_ = [
     '../_base_/models/laplacianformer/nano.py',
     '../_base_/datasets/digits_instance.py',
     '../_base_/schedules/quickstart.py',
-    'mmdet::_base_/default_runtime.py',
+    '../_base_/runtimes/mmdet.py',
 ]
 
 # mmdet's Mask R-CNN with narrow heads. They are trained from scratch, so they

@@ -3,7 +3,7 @@ _base_ = [
     '../_base_/models/laplacianformer/nano.py',
     '../_base_/datasets/digits_instance.py',
     '../_base_/schedules/quickstart.py',
-    'mmdet::_base_/default_runtime.py',
+    '../_base_/runtimes/mmdet.py',
 ]
 
 # mmdet's RetinaNet with a quarter of the width and half the depth of heads.

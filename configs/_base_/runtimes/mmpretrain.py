@@ -1,0 +1,5 @@
+_base_ = 'mmpretrain::_base_/default_runtime.py'
+
+default_hooks = dict(
+    checkpoint=dict(type='mmlaplace.AtomicCheckpointHook'),
+    solver_monitor=dict(type='mmlaplace.SolverMonitorHook', interval=50))
