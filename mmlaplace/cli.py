@@ -1,11 +1,14 @@
 """What the tools share: configs and checkpoints, with errors in one line."""
 import argparse
-import pickle
+import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator, NoReturn, Optional, Sequence, Tuple
+from typing import Iterator, List, NoReturn, Optional, Sequence, Tuple
 
+import cv2
 import torch
+from mmcv import imread
 from mmengine import Config, DictAction
 from mmengine.config import ConfigDict
 from mmengine.model import BaseTTAModel, is_model_wrapper
@@ -114,21 +117,53 @@ def check_data(cfg: Config, loaders: Sequence[str]) -> None:
                          f'it with --cfg-options {key}.{name}=…')
 
 
-def check_weights(cfg: Config) -> None:
-    """Exit where the weights that a model starts from do not exist."""
+def check_training_set(runner: Runner) -> None:
+    """Exit where a training set has no image to train on."""
+    try:
+        runner.train_loop  # reads the annotations
+    except ValueError as error:
+        # mmengine joins what is left of the annotations, even if nothing is.
+        if 'need at least one array' not in str(error):
+            raise
+        fail('train_dataloader.dataset has no image with a box of the classes '
+             'in its metainfo')
+
+
+def check_weights(model: nn.Module, cfg: Config) -> None:
+    """Exit where the weights to start from do not exist or do not fit.
+
+    Of weights that do not fit mmengine only warns, and starts from random
+    ones.
+
+    Args:
+        model (nn.Module): The model, as the runner wraps it or not.
+        cfg (Config): The config.
+    """
+    backbone = getattr(_unwrap(model), 'backbone', None)
     init_cfg = cfg.model.get('backbone', {}).get('init_cfg') or {}
     if isinstance(init_cfg, dict) and init_cfg.get('checkpoint'):
-        _check_weights(init_cfg.checkpoint, 'model.backbone.init_cfg',
+        _check_weights(backbone, init_cfg.checkpoint,
+                       init_cfg.get('prefix') or '', 'model.backbone.init_cfg',
                        'model.backbone.init_cfg.checkpoint')
-    if cfg.get('load_from'):
-        _check_weights(cfg.load_from, 'load_from', 'load_from')
+    if cfg.get('load_from') and not cfg.get('resume'):
+        _check_weights(backbone, cfg.load_from, 'backbone', 'load_from',
+                       'load_from')
 
 
-def _check_weights(path: str, switch: str, key: str) -> None:
+def _check_weights(backbone: Optional[nn.Module], path: str, prefix: str,
+                   switch: str, key: str) -> None:
     if '://' not in path and not Path(path).is_file():
         fail(f'{path!r}, from {key}, does not exist; train it first, name '
              f'another with --cfg-options {key}=…, or start from nothing with '
              f'{switch}=None')
+    checkpoint = read_checkpoint(path)
+    if backbone is None:
+        return
+    misfits = _misfits(backbone, checkpoint, prefix)
+    # Some may: a detector has norms of outputs that a classifier lacks.
+    if len(misfits) > len(backbone.state_dict()) / 2:
+        fail(f'{path!r}, from {key}, is not of the backbone in the config: '
+             f'{len(misfits)} tensors do not fit; {misfits[0]}')
 
 
 def _walk_datasets(dataset: ConfigDict,
@@ -155,7 +190,46 @@ def _dataset_paths(dataset: ConfigDict) -> Iterator[Tuple[str, str]]:
             yield name, path if '://' in path else str(Path(root, path))
 
 
-def check_checkpoint(model: nn.Module, path: str) -> None:
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """Have torch refuse objects that run code.
+
+    Before torch 2.6, and for checkpoints from the web even later, mmengine
+    lets them run.
+    """
+    name = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
+    before = os.environ.get(name, '0')
+    os.environ[name] = '1'
+    try:
+        yield
+    finally:
+        os.environ[name] = before
+
+
+def read_checkpoint(path: str) -> dict:
+    """Read a checkpoint; exit where it is damaged or could run code.
+
+    Args:
+        path (str): Checkpoint file or address.
+
+    Returns:
+        dict: The content.
+    """
+    try:
+        with _weights_only():
+            checkpoint = CheckpointLoader.load_checkpoint(path, 'cpu')
+    except Exception as error:  # of any type, depending on the bytes
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # Where torch refuses an object, this line names it.
+        cause = next((line for line in lines if 'GLOBAL' in line), lines[0])
+        fail(f'cannot read checkpoint {path!r}: {cause}')
+    if not isinstance(checkpoint, dict) or not isinstance(
+            checkpoint.get('state_dict', checkpoint), dict):
+        fail(f'checkpoint {path!r} holds no dict of weights')
+    return checkpoint
+
+
+def check_checkpoint(model: nn.Module, path: str) -> dict:
     """Exit where a checkpoint cannot be read or is of another model.
 
     mmengine itself only warns, and goes on with random weights.
@@ -163,26 +237,70 @@ def check_checkpoint(model: nn.Module, path: str) -> None:
     Args:
         model (nn.Module): The model, as the runner wraps it or not.
         path (str): Checkpoint file or address.
+
+    Returns:
+        dict: The content.
     """
-    try:
-        checkpoint = CheckpointLoader.load_checkpoint(path, 'cpu')
-    except (OSError, EOFError, RuntimeError, ValueError,
-            pickle.UnpicklingError) as error:
-        fail(f'cannot read checkpoint {path!r}: '
-             f'{str(error).strip().splitlines()[0]}')
-    state = checkpoint.get('state_dict', checkpoint)
-    if is_model_wrapper(model) or isinstance(model, BaseTTAModel):
-        model = model.module
-    wrong = []
-    for name, tensor in model.state_dict().items():
-        if name not in state:
-            wrong.append(f'{name} is missing')
-        elif state[name].shape != tensor.shape:
-            wrong.append(f'{name} has shape {tuple(state[name].shape)}, '
-                         f'not {tuple(tensor.shape)}')
-    if wrong:
+    checkpoint = read_checkpoint(path)
+    misfits = _misfits(_unwrap(model), checkpoint)
+    if misfits:
         fail(f'checkpoint {path!r} is not of the model in the config: '
-             f'{len(wrong)} tensors do not fit; {wrong[0]}')
+             f'{len(misfits)} tensors do not fit; {misfits[0]}')
+    return checkpoint
+
+
+def check_resumed(model: nn.Module, path: str) -> None:
+    """Exit where training cannot go on from a checkpoint.
+
+    Args:
+        model (nn.Module): The model, as the runner wraps it or not.
+        path (str): Checkpoint file or address.
+    """
+    checkpoint = check_checkpoint(model, path)
+    for key in ('meta', 'message_hub'):
+        if not isinstance(checkpoint.get(key), dict):
+            fail(f'checkpoint {path!r} has no {key} to resume from; start '
+                 'from its weights with --cfg-options load_from=…')
+    if 'config' in checkpoint['meta']:
+        fail(f'checkpoint {path!r} has a config in its meta, which mmengine '
+             'would run as Python')
+
+
+def _misfits(module: nn.Module,
+             checkpoint: dict,
+             prefix: str = '') -> List[str]:
+    state = checkpoint.get('state_dict', checkpoint)
+    prefix = f'{prefix.rstrip(".")}.' if prefix else ''
+    misfits = []
+    for name, tensor in module.state_dict().items():
+        name = prefix + name
+        # mmengine ignores what DataParallel puts in front.
+        found = state.get(name, state.get(f'module.{name}'))
+        if not isinstance(found, torch.Tensor):
+            misfits.append(f'{name} is missing')
+        elif found.shape != tensor.shape:
+            misfits.append(f'{name} has shape {tuple(found.shape)}, '
+                           f'not {tuple(tensor.shape)}')
+    return misfits
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    if is_model_wrapper(model) or isinstance(model, BaseTTAModel):
+        return model.module
+    return model
+
+
+def check_images(paths: Sequence[str]) -> None:
+    """Exit where an image does not exist or cannot be decoded."""
+    for path in paths:
+        if not Path(path).is_file():
+            fail(f'{path!r} does not exist')
+        try:
+            image = imread(path)
+        except cv2.error:  # raised on an empty file
+            image = None
+        if image is None:
+            fail(f'{path!r} cannot be read as an image')
 
 
 def build_runner(cfg: Config) -> Runner:

@@ -1,6 +1,5 @@
 """Run a trained classifier or detector on images and save them drawn on."""
 import argparse
-from pathlib import Path
 from typing import List
 
 from mmengine import Config
@@ -30,6 +29,7 @@ def detect(cfg: Config, args: argparse.Namespace) -> List[str]:
     from mmdet.apis import DetInferencer
     inferencer = DetInferencer(
         cfg, weights=args.checkpoint, device=args.device, show_progress=False)
+    cli.check_checkpoint(inferencer.model, args.checkpoint)
     predictions = inferencer(
         args.images, out_dir=args.out_dir,
         pred_score_thr=args.score_thr)['predictions']
@@ -47,6 +47,7 @@ def classify(cfg: Config, args: argparse.Namespace) -> List[str]:
     from mmpretrain import ImageClassificationInferencer
     inferencer = ImageClassificationInferencer(
         cfg, pretrained=args.checkpoint, device=args.device)
+    cli.check_checkpoint(inferencer.model, args.checkpoint)
     predictions = inferencer(args.images, show_dir=args.out_dir)
     return [
         f'{found.get("pred_class", found["pred_label"])} '
@@ -57,9 +58,8 @@ def classify(cfg: Config, args: argparse.Namespace) -> List[str]:
 def main() -> None:
     args = parse_args()
     cfg = cli.load_config(args.config, args.cfg_options)
-    for path in [args.checkpoint, *args.images]:
-        if not Path(path).is_file():
-            cli.fail(f'{path!r} does not exist')
+    cli.check_images(args.images)
+    cli.read_checkpoint(args.checkpoint)
     run = detect if cfg.default_scope == 'mmdet' else classify
     for path, found in zip(args.images, run(cfg, args)):
         print(f'{path}: {found}')

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from mmengine import Config
+from mmengine.config import ConfigDict
 from mmengine.runner import find_latest_checkpoint
 
 from mmlaplace import cli
@@ -23,7 +24,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--amp',
         action='store_true',
-        help='train with automatic mixed precision')
+        help='train with automatic mixed precision, in bfloat16 on the CPU')
     parser.add_argument(
         '--auto-scale-lr',
         action='store_true',
@@ -33,14 +34,22 @@ def parse_args() -> argparse.Namespace:
 
 def enable_amp(cfg: Config) -> None:
     """Turn the optimizer wrapper into the mixed precision one."""
-    if not torch.cuda.is_available():
-        cli.fail('--amp needs a GPU: AmpOptimWrapper does not run on CPUs')
     wrapper = cfg.optim_wrapper.get('type', 'OptimWrapper')
     if wrapper not in ('OptimWrapper', 'AmpOptimWrapper'):
         cli.fail('--amp needs optim_wrapper.type to be OptimWrapper or '
                  f'AmpOptimWrapper, got {wrapper!r}')
-    cfg.optim_wrapper.type = 'AmpOptimWrapper'
-    cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
+    if torch.cuda.is_available():
+        cfg.optim_wrapper.type = 'AmpOptimWrapper'
+        cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
+    else:
+        set_cpu_wrapper(cfg.optim_wrapper, 'mmlaplace.CPUAmpOptimWrapper')
+
+
+def set_cpu_wrapper(wrapper: ConfigDict, name: str) -> None:
+    """Choose a wrapper that knows nothing of the settings for GPUs."""
+    wrapper.type = name
+    for key in ('loss_scale', 'dtype', 'use_fsdp'):
+        wrapper.pop(key, None)
 
 
 def disable_amp_on_cpu(cfg: Config) -> None:
@@ -48,10 +57,8 @@ def disable_amp_on_cpu(cfg: Config) -> None:
     wrapper = cfg.get('optim_wrapper') or {}
     if (wrapper.get('type') == 'AmpOptimWrapper'
             and not torch.cuda.is_available()):
-        print('no GPU: training in float32 in place of mixed precision')
-        wrapper.type = 'OptimWrapper'
-        for key in ('loss_scale', 'dtype', 'use_fsdp'):
-            wrapper.pop(key, None)
+        print('no GPU: training in float32; --amp asks for bfloat16')
+        set_cpu_wrapper(wrapper, 'OptimWrapper')
 
 
 def enable_auto_scale_lr(cfg: Config) -> None:
@@ -64,10 +71,12 @@ def enable_auto_scale_lr(cfg: Config) -> None:
 
 def apply_resume(cfg: Config, resume: str) -> None:
     """Have the runner go on from a checkpoint."""
+    source = '--resume'
     if resume == 'auto':
         resume = find_latest_checkpoint(cfg.work_dir)
-    elif not Path(resume).is_file():
-        cli.fail(f'checkpoint {resume!r} of --resume does not exist')
+        source = str(Path(cfg.work_dir, 'last_checkpoint'))
+    if resume is not None and not Path(resume).is_file():
+        cli.fail(f'checkpoint {resume!r} of {source} does not exist')
     # Without a checkpoint yet, auto starts from the beginning.
     cfg.resume = resume is not None
     cfg.load_from = resume or cfg.get('load_from')
@@ -84,11 +93,14 @@ def main() -> None:
         enable_auto_scale_lr(cfg)
     if args.resume is not None:
         apply_resume(cfg, args.resume)
+    elif cfg.get('resume') and not cfg.get('load_from'):
+        apply_resume(cfg, 'auto')
     cli.check_data(cfg, ['train_dataloader', 'val_dataloader'])
-    cli.check_weights(cfg)
     runner = cli.build_runner(cfg)
+    cli.check_weights(runner.model, cfg)
     if cfg.get('resume'):
-        cli.check_checkpoint(runner.model, cfg.load_from)
+        cli.check_resumed(runner.model, cfg.load_from)
+    cli.check_training_set(runner)
     runner.train()
 
 
