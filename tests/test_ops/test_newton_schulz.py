@@ -121,6 +121,7 @@ HARD = {
 }
 
 
+@pytest.mark.usefixtures('backend')
 @pytest.mark.parametrize('num_iters', [0, 12, 100, 300])
 @pytest.mark.parametrize('eps', [0, 1e-3])
 @pytest.mark.parametrize('short_start', [False, True])
