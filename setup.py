@@ -182,7 +182,8 @@ else:
 
 extras = {
     name: read_requirements(name)
-    for name in ('classification', 'detection', 'quickstart', 'tests')
+    for name in ('classification', 'detection', 'export', 'quickstart',
+                 'tests')
 }
 extras['mim'] = read_requirements('mminstall')
 extras['all'] = sorted(set().union(*extras.values()))

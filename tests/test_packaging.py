@@ -158,7 +158,8 @@ def test_wheel_without_operators_serves_every_platform(wheel):
 @pytest.fixture
 def tiny_source(fresh_source):
     """A checkout whose operators compile in an instant."""
-    shutil.rmtree(fresh_source / 'ops' / 'cpu')
+    shutil.rmtree(fresh_source / 'ops')
+    (fresh_source / 'ops').mkdir()
     (fresh_source / 'ops' / 'library.cpp').write_text("""
 extern "C" {
 extern const char mmlaplace_build_tag[] =
@@ -243,7 +244,8 @@ def test_sdist_builds_the_same_wheel(source, wheel, tmp_path):
     (unpacked, ) = (tmp_path / 'unpacked').iterdir()
     assert not (unpacked / 'mmlaplace' / '.mim').exists()
     again = build_wheel(unpacked, tmp_path / 'wheel')
-    assert sorted(read_wheel(again)) == sorted(read_wheel(wheel))
+    assert again.name == wheel.name
+    assert read_wheel(again) == read_wheel(wheel)
 
 
 def test_earlier_installs_do_not_leak(source, fresh_source, tmp_path):

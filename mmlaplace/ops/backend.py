@@ -52,14 +52,14 @@ class Library(NamedTuple):
             f'MMLAPLACE_BUILD=cuda {build.REINSTALL}')
 
 
-def use_native(device_type: str) -> bool:
+def _use_native(device_type: str) -> bool:
     """Tell whether the ops run natively for tensors of a device.
 
     The first call loads the native operators and compiles them if need be;
     later ones look its answer up. MMLAPLACE_BACKEND is read at the first.
-    Under ``torch.jit.trace`` the answer is no: the trace then holds torch's
-    own operators, which load anywhere, convert to ONNX and are counted by
-    analyses.
+    Under ``torch.jit.trace`` and ``torch.onnx.export`` the answer is no: what
+    is recorded then holds torch's own operators, which load anywhere, convert
+    to ONNX and are counted by analyses.
 
     Args:
         device_type (str): Such as 'cpu', from ``tensor.device.type``.
@@ -69,7 +69,7 @@ def use_native(device_type: str) -> bool:
             operators that cannot be had.
         ValueError: If a variable has a value that is not allowed.
     """
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing() or _is_exporting_to_onnx():
         return False
     native = _decisions.get(device_type)
     if native is None:
@@ -83,7 +83,11 @@ def use_native(device_type: str) -> bool:
 
 # What torch.compiler.assume_constant_result does, less its import of the
 # whole compiler, which takes as long as that of torch itself.
-use_native._dynamo_marked_constant = True
+_use_native._dynamo_marked_constant = True
+
+# Torch 2.4 stores that constant as a global of the function it compiles, under
+# the name in the definition, where it would replace an imported `use_native`.
+use_native = _use_native
 
 
 def status() -> Dict[str, object]:
@@ -116,6 +120,11 @@ def status() -> Dict[str, object]:
         },
         'notes': library.notes,
     }
+
+
+def _is_exporting_to_onnx() -> bool:
+    # The first condition spares the time that the second takes.
+    return torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export()
 
 
 def _decide(device_type: str) -> bool:

@@ -17,6 +17,9 @@ _CDIST_BLOCK_ELEMENTS = 2**24
 
 def l1_distance(queries: Tensor, keys: Tensor) -> Tensor:
     """Compute ``(..., N, M)`` distances sum_c |queries_c - keys_c|."""
+    if torch.onnx.is_in_onnx_export():
+        # ONNX has no such operator, and inputs of any size.
+        return (queries[..., None, :] - keys[..., None, :, :]).abs().sum(-1)
     batch_shape = torch.broadcast_shapes(queries.shape[:-2], keys.shape[:-2])
     per_query = max(batch_shape.numel() * keys.shape[-2:].numel(), 1)
     block = max(_CDIST_BLOCK_ELEMENTS // per_query, 1)
