@@ -12,6 +12,11 @@ from mmlaplace.ops import backend as backend_module
 torch.use_deterministic_algorithms(True)
 torch.manual_seed(0)
 
+# The op tests run on this device too, see tools/check_cuda.sh.
+DEVICE = os.environ.get('MMLAPLACE_TEST_DEVICE', 'cpu')
+if DEVICE != 'cpu':
+    torch.set_default_device(DEVICE)
+
 
 @pytest.fixture(autouse=True)
 def seed():
@@ -21,9 +26,9 @@ def seed():
 @pytest.fixture
 def native():
     """For tests of the native operators: skips where there are none."""
-    if not backend_module.use_native('cpu'):
+    if not backend_module.use_native(DEVICE):
         pytest.skip('no native operators: '
-                    + backend_module.status()['problems']['cpu'])
+                    + backend_module.status()['problems'][DEVICE])
 
 
 @pytest.fixture(params=['native', 'reference'])
@@ -32,7 +37,7 @@ def backend(request, monkeypatch):
     if request.param == 'native':
         request.getfixturevalue('native')
     else:
-        monkeypatch.setattr(backend_module, '_decisions', {'cpu': False})
+        monkeypatch.setattr(backend_module, '_decisions', {DEVICE: False})
     return request.param
 
 

@@ -208,6 +208,31 @@ def test_cuda_build_serves_where_cpu_is_wanted(sources):
     assert build.explain_mismatch(found, wanted) is None
 
 
+def test_cuda_sources_count_in_a_cuda_build(cuda_sources):
+    before = {
+        device: build.make_tag(cuda_sources, device)
+        for device in ('cpu', 'cuda')
+    }
+    (cuda_sources / 'cuda' / 'op.cu').write_text('changed')
+    assert build.make_tag(cuda_sources, 'cpu') == before['cpu']
+    after = build.make_tag(cuda_sources, 'cuda')
+    reason = build.explain_mismatch(before['cuda'], after)
+    assert reason == 'was built from other sources'
+
+
+@pytest.mark.parametrize('cards, variable, device', [
+    (0, '', 'cpu'),
+    (0, '8.0;9.0+PTX', 'cuda'),
+    (1, '', 'cuda'),
+])
+def test_cuda_is_built_for_cards_at_hand_or_named(
+        cuda_sources, monkeypatch, cards, variable, device):
+    monkeypatch.setattr(build, '_check_cuda', lambda: None)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: cards)
+    monkeypatch.setenv('TORCH_CUDA_ARCH_LIST', variable)
+    assert build.choose_device(cuda_sources) == device
+
+
 def test_tag_is_read_from_the_bytes(sources, tmp_path):
     tag = build.make_tag(sources, 'cpu')
     binary = tmp_path / 'binary'
@@ -369,6 +394,18 @@ def test_cache_is_that_of_torch(tree):
         TORCH_EXTENSIONS_DIR='')
     ours, theirs = printed.splitlines()
     assert ours == theirs
+
+
+@needs_compiler
+def test_home_that_cannot_be_written_is_told(tree):
+    home = tree.write('home', '')  # a file stops root too
+    variables = dict(HOME=str(home), XDG_CACHE_HOME=str(home / '.cache'))
+    printed, complaint = tree.run(
+        '-c', USE, TORCH_EXTENSIONS_DIR='', **variables)
+    assert printed.startswith('False')
+    assert 'name another folder in TORCH_EXTENSIONS_DIR' in complaint
+    printed, _ = tree.run('-c', USE, **variables)
+    assert printed.startswith('True')
 
 
 @needs_compiler

@@ -174,10 +174,13 @@ def _open_library() -> Library:
 
 def _open_installed(mode: str, notes: List[str]) -> Optional[Path]:
     """Load what the installation built, if it fits."""
-    wanted = build.make_tag(build.source_folder(),
-                            'cuda' if mode == 'cuda' else 'cpu')
     for binary in build.find_installed():
-        problem = build.explain_mismatch(build.read_tag(binary), wanted)
+        tag = build.read_tag(binary) or {}
+        # What has CUDA operators has to have the present ones.
+        wanted = build.make_tag(
+            build.source_folder(),
+            'cuda' if 'cuda' in (mode, tag.get('device')) else 'cpu')
+        problem = build.explain_mismatch(tag or None, wanted)
         if problem is not None:
             notes.append(f'{binary} {problem}')
             continue

@@ -29,6 +29,8 @@ _FLAGS = ('-O3', '-g0', '-fno-math-errno')
 _SUFFIXES = {'.cpp', '.cu', '.cuh', '.h'}
 _TAG_START = b'mmlaplace build tag: '
 _JOB_BYTES = 2 * 2**30
+# Tensor cores for float64 and TF32, and asynchronous copies.
+_MIN_CUDA_MAJOR = 8
 
 Tag = Dict[str, str]
 
@@ -80,20 +82,31 @@ def has_cuda_sources() -> bool:
 
 
 def make_tag(folder: Path, device: str) -> Tag:
-    """Describe the build of the sources in ``folder`` for this machine."""
+    """Describe the build of the sources in ``folder`` for this machine.
+
+    That for the CPU does not depend on the sources of CUDA.
+    """
     import torch
-    digest = hashlib.sha256(repr(_FLAGS).encode())
-    for path in sorted(folder.rglob('*')):
-        if path.suffix in _SUFFIXES:
-            digest.update(path.relative_to(folder).as_posix().encode())
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return {
-        'sources': digest.hexdigest()[:16],
+    tag = {
+        'sources': _hash_sources(folder, skip='cuda'),
         'torch': str(torch.__version__),
         'python': sysconfig.get_config_var('SOABI'),
         'machine': platform.machine(),
         'device': device,
     }
+    if device == 'cuda':
+        tag['cuda_sources'] = _hash_sources(folder / 'cuda')
+    return tag
+
+
+def _hash_sources(folder: Path, skip: Optional[str] = None) -> str:
+    digest = hashlib.sha256(repr(_FLAGS).encode())
+    for path in sorted(folder.rglob('*')):
+        name = path.relative_to(folder)
+        if path.suffix in _SUFFIXES and name.parts[0] != skip:
+            digest.update(name.as_posix().encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
 def format_tag(tag: Tag) -> str:
@@ -125,6 +138,9 @@ def explain_mismatch(found: Optional[Tag], wanted: Tag) -> Optional[str]:
                     f'this is {wanted[name]}')
     if wanted['device'] == 'cuda' != found.get('device'):
         return 'was built without CUDA'
+    if (wanted['device'] == 'cuda'
+            and found.get('cuda_sources') != wanted['cuda_sources']):
+        return 'was built from other sources'
     return None
 
 
@@ -183,12 +199,20 @@ def _check_cuda() -> None:
 
 
 def choose_device(folder: Path) -> str:
-    """Return 'cuda' where it can be compiled for, else 'cpu'."""
+    """Choose what is compiled for where nothing is asked for.
+
+    Returns:
+        str: 'cuda' where that is possible and there is a card, or
+        TORCH_CUDA_ARCH_LIST names some; else 'cpu'.
+    """
     try:
         check_machine(folder, 'cuda')
     except BuildError:
         return 'cpu'
-    return 'cuda'
+    import torch
+    wanted = (os.environ.get('TORCH_CUDA_ARCH_LIST')
+              or torch.cuda.device_count() > 0)
+    return 'cuda' if wanted else 'cpu'
 
 
 def search_path() -> str:
@@ -216,7 +240,9 @@ def build_variables(device: str) -> Dict[str, str]:
         # torch.cuda.get_arch_list() is empty without a GPU.
         served = re.findall(r'sm_(\d+)(\d)\b', torch._C._cuda_getArchFlags())
         variables['TORCH_CUDA_ARCH_LIST'] = os.environ.get(
-            'TORCH_CUDA_ARCH_LIST') or ';'.join(map('.'.join, served))
+            'TORCH_CUDA_ARCH_LIST') or ';'.join(
+                f'{major}.{minor}' for major, minor in served
+                if int(major) >= _MIN_CUDA_MAJOR)
     return variables
 
 
@@ -226,6 +252,23 @@ def _openmp_flags() -> List[str]:
     done = subprocess.run(
         probe, input=b'#include <omp.h>\n', stderr=subprocess.DEVNULL)
     return ['-fopenmp'] if done.returncode == 0 else []
+
+
+def _link_flags(device: str) -> List[str]:
+    """Return where nvcc's own libraries are.
+
+    Torch takes the folder above that of nvcc for the toolkit, which a script
+    of this name may not be in.
+    """
+    if device == 'cpu':
+        return []
+    from torch.utils.cpp_extension import CUDA_HOME
+    told = subprocess.run(
+        [os.path.join(CUDA_HOME, 'bin', 'nvcc'), '--dryrun', 'none.cu'],
+        stderr=subprocess.PIPE, text=True).stderr
+    top = re.search(r'^#\$ TOP=(.*)$', told, re.MULTILINE)
+    root = os.path.normpath(top.group(1)) if top else CUDA_HOME
+    return [f'-L{root}/lib64']
 
 
 def make_extension(root: Path, mode: str):
@@ -262,7 +305,7 @@ def make_extension(root: Path, mode: str):
             'cxx': [*_FLAGS, *openmp],
             'nvcc': ['-O3']
         },
-        extra_link_args=openmp)
+        extra_link_args=[*openmp, *_link_flags(device)])
 
 
 def find_installed() -> List[Path]:
@@ -348,9 +391,10 @@ def _compile(folder: Path, tag: Tag, binary: Path) -> None:
         if shutil.which('ninja') is None:
             raise BuildError('ninja is missing; pip install ninja')
         # Python shows this on stderr where nothing handles the log.
+        time = 'some minutes' if device == 'cuda' else 'about a minute'
         logging.getLogger('mmlaplace').warning(
-            'mmlaplace: compiling its %s operators once (about a minute) '
-            'into %s', device.upper(), binary.parent)
+            'mmlaplace: compiling its %s operators once (%s) into %s',
+            device.upper(), time, binary.parent)
         _compile_and_load(folder, tag, scratch, binary.parent / 'compile.log')
         (made, ) = Path(scratch).glob('*.so')
         os.replace(made, binary)
@@ -359,17 +403,17 @@ def _compile(folder: Path, tag: Tag, binary: Path) -> None:
 def _compile_and_load(folder: Path, tag: Tag, scratch: str,
                       log: Path) -> None:
     from torch.utils import cpp_extension
-    openmp = _openmp_flags()
+    openmp, device = _openmp_flags(), tag['device']
     # Torch hands flags to a shell as they are.
     include = shlex.quote(f'-I{folder}')
     define = shlex.quote(f'-DMMLAPLACE_BUILD_TAG="{format_tag(tag)}"')
     try:
         cpp_extension.load(
-            f'mmlaplace_{tag["device"]}',
-            [str(path) for path in find_sources(folder, tag['device'])],
+            f'mmlaplace_{device}',
+            [str(path) for path in find_sources(folder, device)],
             extra_cflags=[*_FLAGS, *openmp, include, define],
             extra_cuda_cflags=['-O3', include],
-            extra_ldflags=openmp,
+            extra_ldflags=[*openmp, *map(shlex.quote, _link_flags(device))],
             build_directory=scratch,
             is_python_module=False)
     except OSError as error:

@@ -1,0 +1,34 @@
+"""Makes pytest test the emulated CUDA operators as the native ones."""
+import os
+
+import pytest
+import torch
+
+from mmlaplace.ops import backend
+
+torch.ops.load_library(os.environ['MMLAPLACE_EMULATION'])
+backend._decisions['cpu'] = True
+
+from mmlaplace.ops import native  # noqa: E402, F401
+
+
+@pytest.fixture
+def far_apart(tmp_path):
+    """Lays tensors out with rows 2**31 elements apart, in a sparse file."""
+
+    def lay_out(tensor):
+        rows, columns = tensor.shape[-2:]
+        count = tensor.numel() // columns
+        storage = torch.from_file(
+            str(tmp_path / f'{len(list(tmp_path.iterdir()))}'),
+            shared=True,
+            size=(count - 1) * 2**31 + columns,
+            dtype=tensor.dtype)
+        flat = storage.as_strided((count, columns), (2**31, 1))
+        strides = [
+            stride // columns * 2**31 for stride in tensor.stride()[:-1]
+        ]
+        flat.copy_(tensor.reshape(count, columns))
+        return storage.as_strided(tensor.shape, (*strides, 1))
+
+    return lay_out
