@@ -252,7 +252,10 @@ KILLS = int(os.environ.get('MMLAPLACE_TEST_KILLS', 3))
 EPOCHS, STEPS = (5, 45) if FULL else (3, 4)
 FEW = [] if FULL else [
     'train_dataloader.dataset.data_prefix=val',
-    'train_dataloader.batch_size=90', f'train_cfg.max_epochs={EPOCHS}'
+    'train_dataloader.batch_size=90', f'train_cfg.max_epochs={EPOCHS}',
+    'train_dataloader.num_workers=0', 'val_dataloader.num_workers=0',
+    'train_dataloader.persistent_workers=False',
+    'val_dataloader.persistent_workers=False'
 ]
 
 
