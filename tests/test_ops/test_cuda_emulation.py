@@ -35,7 +35,9 @@ def run_emulated(*arguments):
     done = subprocess.run([
         sys.executable, EMULATION / 'run.py', '-m', 'pytest', '-q', '-p',
         'emulation_plugin', '-p', 'no:cacheprovider', '-o',
-        'pythonpath=tests/test_ops', *arguments
+        'pythonpath=tests/test_ops',
+        # What a sanitizer prints before it ends the process must not be lost.
+        '--capture=sys', *arguments
     ],
                           cwd=EMULATION.parents[1],
                           stdout=subprocess.PIPE,
