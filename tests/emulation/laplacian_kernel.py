@@ -54,6 +54,10 @@ def test_offsets_beyond_32_bits(far_apart):
         inputs[place] = far_apart(inputs[place])
         assert_equals_reference(*inputs, scale=4.0)
 
+    queries, keys, weight = example((260, 2, 1), torch.float16, ())
+    assert_equals_reference(
+        far_apart(queries, 2**24), keys, weight, scale=4.0)
+
 
 def test_more_dimensions():
     assert_equals_reference(
