@@ -1,6 +1,6 @@
 """What the emulated attention has to pass beside the tests of all backends.
 
-`test_cuda_attention.py` runs this in a process that emulates CUDA.
+`test_cuda_emulation.py` runs this in a process that emulates CUDA.
 """
 import pytest
 import torch

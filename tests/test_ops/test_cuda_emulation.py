@@ -22,6 +22,10 @@ ORDINARY = {
         'not reference and not 257 and not 300 and (every_size and (2- or 15 '
         'or 16 or 17 or 33) or layout or nan_stays or comes_to_rest or '
         'symmetric_part or empty or beyond)',
+    'laplacian_attention':
+        'native and (test_empty or without_channels or any_memory_layout or '
+        'nan_of_a_query or gain_broadcasts or gain_keeps_its_dtype or '
+        'dtypes_unite or far_from_the_origin)',
     'native':
         'not attention and not attend and (opcheck or layout_is or '
         'refuse_what)',
@@ -56,7 +60,8 @@ def test_emulator(tmp_path):
     subprocess.run([program], check=True)
 
 
-@pytest.mark.parametrize('name', ['laplacian_kernel', 'newton_schulz'])
+@pytest.mark.parametrize(
+    'name', ['laplacian_kernel', 'newton_schulz', 'laplacian_attention'])
 def test_beside_the_ordinary_tests(name):
     run_emulated(f'tests/emulation/{name}.py')
 
