@@ -20,11 +20,15 @@ from mmlaplace.ops import build
 FOLDER = Path(__file__).resolve().parent
 OPS = FOLDER.parents[1] / 'ops'
 TORCH = Path(torch.__file__).parent
-FLAGS = ('-std=c++17', '-O1', '-g1', '-fPIC', '-Wall', '-Wextra',
+# Newer headers of torch need the later one.
+STANDARD = 'c++20' if torch.__version__ >= '2.14' else 'c++17'
+FLAGS = (f'-std={STANDARD}', '-O1', '-g1', '-fPIC', '-Wall', '-Wextra',
          '-Wno-missing-field-initializers',
          '-Wno-unknown-pragmas', '-fsanitize=address,undefined',
          '-fno-sanitize-recover=undefined',
-         '-DMMLAPLACE_BUILD_TAG="emulation"', f'-I{FOLDER}', f'-I{OPS}',
+         '-DMMLAPLACE_BUILD_TAG="emulation"',
+         f'-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}',
+         f'-I{FOLDER}', f'-I{OPS}',
          '-isystem', str(TORCH / 'include'), '-isystem',
          str(TORCH / 'include' / 'torch' / 'csrc' / 'api' / 'include'),
          '-isystem', sysconfig.get_path('include'))

@@ -75,6 +75,9 @@ def test_export(model):
     torch.testing.assert_close(program.module()(image), model(image))
 
 
+@pytest.mark.skipif(
+    '2.5' <= torch.__version__ < '2.8',
+    reason='torch 2.6 does not load operators of several outputs')
 def test_saved_program(small, backend, tmp_path):
     program = export(small)
     torch.export.save(program, tmp_path / 'program.pt2')
@@ -82,7 +85,7 @@ def test_saved_program(small, backend, tmp_path):
 
 
 @pytest.mark.skipif(
-    torch.__version__ < '2.6', reason='torch has no such packages before')
+    torch.__version__ < '2.8', reason='such packages fail with torch 2.6')
 def test_aot_inductor_package(small, native, tmp_path):
     with torch.no_grad():
         program = export(small)
@@ -92,7 +95,7 @@ def test_aot_inductor_package(small, native, tmp_path):
 
 
 @pytest.mark.skipif(
-    torch.__version__ < '2.6', reason='mmcv has a graph break before')
+    torch.__version__ < '2.8', reason='mmcv has a graph break with torch 2.6')
 def test_compile_without_graph_breaks(model):
     compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
     for size in ((64, 96), (97, 40)):

@@ -26,7 +26,9 @@ def compile_for_cards(source, target):
     from torch.utils.cpp_extension import CUDA_HOME
     include = Path(torch.__file__).parent / 'include'
     done = subprocess.run([
-        Path(CUDA_HOME, 'bin', 'nvcc'), '-std=c++17', '-O3',
+        Path(CUDA_HOME, 'bin', 'nvcc'),
+        # Newer headers of torch need the later one.
+        '-std=c++20' if torch.__version__ >= '2.14' else '-std=c++17', '-O3',
         '--expt-relaxed-constexpr', '-gencode',
         f'arch=compute_80,code=[{",".join(CARDS)}]', '-Xptxas', '-v',
         '-fatbin', source, '-o', target, f'-I{OPS}', '-isystem', include,
