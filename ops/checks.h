@@ -84,4 +84,32 @@ inline void check_newton_schulz_inverse_backward(
   }
 }
 
+inline void check_laplacian_attention(
+    const at::Tensor& queries, const at::Tensor& keys,
+    const at::Tensor& values, const at::Tensor& landmarks,
+    const at::Tensor& gain) {
+  const char* const op = "laplacian_attention";
+  check_alike(op, {queries, keys, values, landmarks});
+  check_size(op, keys, -1, queries.size(-1));
+  check_size(op, landmarks, -1, queries.size(-1));
+  check_size(op, values, -2, keys.size(-2));
+  TORCH_CHECK(
+      keys.size(-2) > 0 && landmarks.size(-2) > 0, op,
+      " needs a key and a landmark, got shapes ", keys.sizes(), " and ",
+      landmarks.sizes());
+  TORCH_CHECK(
+      gain.sizes() == queries.sizes().slice(0, queries.dim() - 2), op,
+      " needs a gain for each matrix, got shapes ", gain.sizes(), " and ",
+      queries.sizes());
+}
+
+// What the backward operator takes beside that.
+inline void check_laplacian_attention_grad(
+    const at::Tensor& grad, const at::Tensor& queries,
+    const at::Tensor& values) {
+  check_alike("laplacian_attention_backward", {queries, grad});
+  check_size("laplacian_attention_backward", grad, -2, queries.size(-2));
+  check_size("laplacian_attention_backward", grad, -1, values.size(-1));
+}
+
 }  // namespace mmlaplace

@@ -488,19 +488,7 @@ Inputs make_inputs(
     const Tensor& queries, const Tensor& keys, const Tensor& values,
     const Tensor& landmarks, const Tensor& gain, double scale,
     c10::string_view whitening, double eps) {
-  const char* const op = "laplacian_attention";
-  check_alike(op, {queries, keys, values, landmarks});
-  check_size(op, keys, -1, queries.size(-1));
-  check_size(op, landmarks, -1, queries.size(-1));
-  check_size(op, values, -2, keys.size(-2));
-  TORCH_CHECK(
-      keys.size(-2) > 0 && landmarks.size(-2) > 0, op,
-      " needs a key and a landmark, got shapes ", keys.sizes(), " and ",
-      landmarks.sizes());
-  TORCH_CHECK(
-      gain.sizes() == queries.sizes().slice(0, queries.dim() - 2), op,
-      " needs a gain for each matrix, got shapes ", gain.sizes(), " and ",
-      queries.sizes());
+  check_laplacian_attention(queries, keys, values, landmarks, gain);
   return {arrange(queries), arrange(keys), arrange(values),
           arrange(landmarks), scale, whitening != "none", eps};
 }
@@ -843,9 +831,7 @@ laplacian_attention_backward(
   const BelowDispatch below;
   const Inputs inputs = make_inputs(
       queries, keys, values, landmarks, gain, scale, whitening, eps);
-  check_alike("laplacian_attention_backward", {queries, grad});
-  check_size("laplacian_attention_backward", grad, -2, queries.size(-2));
-  check_size("laplacian_attention_backward", grad, -1, values.size(-1));
+  check_laplacian_attention_grad(grad, queries, values);
   const DeviceGuard guard(queries);
   const auto type = inputs.compute_type();
   const int64_t batches = inputs.batches();
