@@ -431,12 +431,20 @@ template <typename T>
 void transpose(
     const T* source, int64_t source_stride, T* target, int64_t target_stride,
     int64_t rows, int64_t columns) {
-  for (int64_t j = 0; j < columns; ++j) {
-    T* row = target + j * target_stride;
+  // A cache line of the source at a time: its rows, often a power of two apart,
+  // compete for the same places of the cache.
+  constexpr int64_t kBlock = 64 / sizeof(T);
+  for (int64_t first = 0; first < columns; first += kBlock) {
+    const int64_t last = std::min(first + kBlock, columns);
     for (int64_t i = 0; i < rows; ++i) {
-      row[i] = source[i * source_stride + j];
+      for (int64_t j = first; j < last; ++j) {
+        target[j * target_stride + i] = source[i * source_stride + j];
+      }
     }
-    std::fill(row + rows, row + target_stride, T(0));
+    for (int64_t j = first; j < last; ++j) {
+      T* const row = target + j * target_stride;
+      std::fill(row + rows, row + target_stride, T(0));
+    }
   }
 }
 
