@@ -52,6 +52,19 @@ TORCH_LIBRARY(mmlaplace, m) {
       "Tensor key_moments, float scale, str whitening, int num_iters, "
       "float eps) -> (Tensor query_grad, Tensor key_grad, "
       "Tensor value_grad, Tensor landmark_grad, Tensor gain_grad)");
+
+  // That whose landmarks are the keys, for which the kernel is exact. The mean
+  // is that of each key's kernel over the queries.
+  m.def(
+      "exact_laplacian_attention(Tensor queries, Tensor keys, Tensor values, "
+      "Tensor gain, float scale, str whitening, float eps) -> "
+      "(Tensor output, Tensor key_scales, Tensor kernel_mean)");
+  m.def(
+      "exact_laplacian_attention_backward(Tensor grad, Tensor queries, "
+      "Tensor keys, Tensor values, Tensor gain, Tensor key_scales, "
+      "Tensor kernel_mean, float scale, str whitening, float eps) -> "
+      "(Tensor query_grad, Tensor key_grad, Tensor value_grad, "
+      "Tensor gain_grad)");
 }
 
 // Only so that Python's import finds a module in this file.

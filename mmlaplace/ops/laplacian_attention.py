@@ -35,16 +35,22 @@ def check_attention_options(scale: float, kernel: str, whitening: str,
 
 
 def _fused_attention(queries: Tensor, keys: Tensor, values: Tensor,
-                     landmarks: Tensor, gain: Optional[Tensor],
-                     **options) -> Tensor:
-    queries, keys, values, landmarks = unify(queries, keys, values, landmarks)
-    leading = queries.shape[:-2]
+                     landmarks: Optional[Tensor], gain: Optional[Tensor],
+                     scale: float, whitening: str, num_iters: int,
+                     eps: float) -> Tensor:
+    if landmarks is None:
+        tensors = unify(queries, keys, values)
+    else:
+        tensors = unify(queries, keys, values, landmarks)
     if gain is None:
         gain = queries.new_ones(())
-    return torch.ops.mmlaplace.laplacian_attention(queries, keys, values,
-                                                   landmarks,
-                                                   gain.expand(leading),
-                                                   **options)[0]
+    gain = gain.expand(tensors[0].shape[:-2])
+    if landmarks is None:
+        return torch.ops.mmlaplace.exact_laplacian_attention(
+            *tensors, gain, scale, whitening, eps)[0]
+    return torch.ops.mmlaplace.laplacian_attention(*tensors, gain, scale,
+                                                   whitening, num_iters,
+                                                   eps)[0]
 
 
 def laplacian_attention(queries: Tensor,
@@ -136,19 +142,13 @@ def laplacian_attention(queries: Tensor,
             raise ValueError("solver 'conjugate_gradient' needs a symmetric "
                              'P, so no query_landmarks')
     device_type = queries.device.type
-    if ((kernel, solver) == ('laplacian', 'newton_schulz')
-            and landmarks is not None and query_landmarks is None
-            and use_native(device_type)):
-        return _fused_attention(
-            queries,
-            keys,
-            values,
-            landmarks,
-            gain,
-            scale=scale,
-            whitening=whitening,
-            num_iters=num_iters,
-            eps=eps)
+    # That of the keys themselves is fused on CPU only.
+    fused = query_landmarks is None and kernel == 'laplacian' and (
+        solver == 'newton_schulz'
+        if landmarks is not None else device_type == 'cpu')
+    if fused and use_native(device_type):
+        return _fused_attention(queries, keys, values, landmarks, gain, scale,
+                                whitening, num_iters, eps)
     return compute_in_float32(
         reference.laplacian_attention,
         queries,

@@ -107,10 +107,20 @@ _register_gradient(
     lambda inputs, output: (inputs[:1], inputs[1:]))
 
 
+def _new_outputs(queries, values):
+    """Allocate ``(..., N, e)``, in memory that has heads within tokens."""
+    *leading, num_queries, _ = queries.shape
+    if not leading:
+        return queries.new_empty(num_queries, values.shape[-1])
+    *outer, heads = leading
+    return queries.new_empty(*outer, num_queries, heads,
+                             values.shape[-1]).transpose(-3, -2)
+
+
 @torch.library.register_fake('mmlaplace::laplacian_attention')
 def _(queries, keys, values, landmarks, gain, scale, whitening, num_iters,
       eps):
-    *leading, num_queries, _ = queries.shape
+    leading = queries.shape[:-2]
     num_keys, value_dims = values.shape[-2:]
     num_landmarks = landmarks.shape[-2]
     compute_dtype = torch.promote_types(queries.dtype, torch.float32)
@@ -121,13 +131,8 @@ def _(queries, keys, values, landmarks, gain, scale, whitening, num_iters,
     def double(*shape):
         return queries.new_empty(*leading, *shape, dtype=torch.float64)
 
-    if leading:
-        *outer, heads = leading
-        output = queries.new_empty(*outer, num_queries, heads,
-                                   value_dims).transpose(-3, -2)
-    else:
-        output = queries.new_empty(num_queries, value_dims)
-    return (output, single(num_keys), single(num_landmarks, num_landmarks),
+    return (_new_outputs(queries, values), single(num_keys),
+            single(num_landmarks, num_landmarks),
             double(num_landmarks * (num_landmarks + 2)),
             double(num_landmarks * (value_dims + 1) + 2 * value_dims))
 
@@ -148,3 +153,30 @@ def _laplacian_attention_backward(ctx, grad):
 _register_gradient(
     'laplacian_attention', _laplacian_attention_backward,
     lambda inputs, output: ((*inputs[:5], *output[1:]), inputs[5:]))
+
+
+@torch.library.register_fake('mmlaplace::exact_laplacian_attention')
+def _(queries, keys, values, gain, scale, whitening, eps):
+    of_each_key = queries.new_empty(
+        keys.shape[:-1],
+        dtype=torch.promote_types(queries.dtype, torch.float32))
+    return (_new_outputs(queries, values), of_each_key,
+            torch.empty_like(of_each_key))
+
+
+@torch.library.register_fake('mmlaplace::exact_laplacian_attention_backward')
+def _(grad, queries, keys, values, gain, key_scales, kernel_mean, scale,
+      whitening, eps):
+    return tuple(
+        tensor.new_empty(tensor.shape)
+        for tensor in (queries, keys, values, gain))
+
+
+def _exact_laplacian_attention_backward(ctx, grad):
+    return *_OPS.exact_laplacian_attention_backward(
+        grad, *ctx.saved_tensors, *ctx.options), *[None] * 3
+
+
+_register_gradient(
+    'exact_laplacian_attention', _exact_laplacian_attention_backward,
+    lambda inputs, output: ((*inputs[:4], *output[1:]), inputs[4:]))

@@ -217,7 +217,7 @@ def laplacian_attention(queries: Tensor, keys: Tensor, values: Tensor,
     if whitening != 'none':
         centred = query_kernel - query_kernel.mean(-2, keepdim=True)
         if weights is None:
-            variance = centred.square().mean(-2)
+            variance = centred.square().sum(-2) / max(num_queries, 1)
         else:
             covariance = centred.mT @ centred / max(num_queries, 1)
             variance = (weights * (covariance @ weights)).sum(-2)

@@ -5,9 +5,8 @@
 #include "cpu/each_instruction_set.h"
 
 #include "checks.h"
-#include "cpu/common.h"
+#include "cpu/attention_passes.h"
 #include "cpu/operators.h"
-#include "cpu/point_gradients.h"
 
 #include <cmath>
 #include <numeric>
@@ -15,52 +14,6 @@
 namespace mmlaplace {
 
 namespace {
-
-constexpr int64_t kTileRows = 64;
-
-// A run of tokens of one matrix, which one thread works through. Chunks depend
-// on sizes alone, so their sums are the same on any number of threads.
-struct Chunk {
-  int64_t batch;
-  int64_t index;  // among all chunks of all matrices
-  int64_t first;
-  int64_t last;
-};
-
-class Chunks {
- public:
-  Chunks(const Tensor& tokens, const Tensor& landmarks)
-      : batches_(batch_size(tokens)),
-        tokens_(tokens.size(-2)),
-        size_(std::max<int64_t>(1024, 32 * landmarks.size(-2))) {}
-
-  int64_t batches() const {
-    return batches_;
-  }
-  int64_t per_batch() const {
-    return at::divup(tokens_, size_);
-  }
-  int64_t count() const {
-    return batches_ * per_batch();
-  }
-  // Adds up what was found for each chunk of a matrix.
-  Tensor sum(const Tensor& partial) const {
-    std::vector<int64_t> sizes = partial.sizes().vec();
-    sizes[0] = batches_;
-    sizes.insert(sizes.begin() + 1, per_batch());
-    return partial.reshape(sizes).sum(1, false, at::kDouble);
-  }
-  Chunk operator[](int64_t index) const {
-    const int64_t first = index % per_batch() * size_;
-    return {index / per_batch(), index, first,
-            std::min(first + size_, tokens_)};
-  }
-
- private:
-  int64_t batches_;
-  int64_t tokens_;
-  int64_t size_;
-};
 
 // Means of two sets of columns and the sum of their centred products, which
 // grow by a set of rows at a time (Chan, Golub and LeVeque, 1979).
@@ -114,10 +67,6 @@ struct Moments {
     }
   }
 };
-
-double* row_of(const Tensor& rows, int64_t index) {
-  return rows.data_ptr<double>() + index * rows.size(-1);
-}
 
 // Merges what the chunks of each matrix found, one row of `partial` each.
 Tensor merge_chunks(
@@ -249,99 +198,11 @@ class Wide {
   double* data_;
 };
 
-// The landmarks of one matrix at a time, and tiles of the kernel with them.
-template <typename T>
-class LandmarkTiles {
- public:
-  LandmarkTiles(const Tensor& landmarks, double scale)
-      : landmarks_(landmarks),
-        scale_(scale),
-        stride_(padded(landmarks.size(-2))),
-        transposed_(scratch_.allocate(landmarks_.columns(), stride_)),
-        kernel_(scratch_.allocate(kTileRows, stride_)) {}
-
-  void load(int64_t batch) {
-    MMLAPLACE_SELECT(transpose<T>)(
-        landmarks_[batch], landmarks_.stride(), transposed_, stride_,
-        landmarks_.rows(), landmarks_.columns());
-    last_ = landmarks_.row(batch, landmarks_.rows() - 1);
-  }
-
-  // Rows of the kernel, in a tile that the next call overwrites.
-  T* kernel(const T* points, int64_t point_stride, int64_t rows) const {
-    MMLAPLACE_SELECT(kernel_tile<T>)(
-        points, point_stride, transposed_, stride_, last_, kernel_, stride_,
-        stride_, rows, landmarks_.rows(), landmarks_.columns(), scale_);
-    return kernel_;
-  }
-
- private:
-  Matrices<T> landmarks_;
-  double scale_;
-  int64_t stride_;
-  Scratch<T> scratch_;
-  T* transposed_;
-  T* kernel_;
-  const T* last_ = nullptr;
-};
-
-// A small matrix of each batch index, in padded rows.
-template <typename T>
-class PaddedMatrices {
- public:
-  explicit PaddedMatrices(const Tensor& tensor)
-      : matrices_(tensor),
-        memory_(scratch_.allocate(rows(), stride())) {}
-
-  int64_t rows() const {
-    return matrices_.rows();
-  }
-  int64_t columns() const {
-    return matrices_.columns();
-  }
-  int64_t stride() const {
-    return padded(columns());
-  }
-
-  const T* load(int64_t batch) const {
-    MMLAPLACE_SELECT(pad_rows<T>)(
-        matrices_[batch], matrices_.stride(), memory_, stride(), rows(),
-        columns());
-    return memory_;
-  }
-
- private:
-  Matrices<T> matrices_;
-  Scratch<T> scratch_;
-  T* memory_;
-};
-
-struct Inputs {
-  Tensor queries;
-  Tensor keys;
-  Tensor values;
-  Tensor landmarks;
-  double scale;
-  bool whiten;
-  double eps;
-
-  int64_t landmark_count() const {
-    return landmarks.size(-2);
-  }
-  // 1 / N, or 1 where there are no queries.
-  double query_share() const {
-    return 1.0 / std::max<int64_t>(queries.size(-2), 1);
-  }
-  at::TensorOptions double_options() const {
-    return queries.options().dtype(at::kDouble);
-  }
-};
-
 // First pass over the queries: mean and scatter of the rows of C_q.
 template <typename T>
 Tensor query_moments(const Inputs& inputs) {
   const Matrices<T> queries(inputs.queries);
-  const Chunks chunks(inputs.queries, inputs.landmarks);
+  const Chunks chunks = inputs.chunks(inputs.queries);
   const int64_t count = inputs.landmark_count(), stride = padded(count);
   const Tensor partial = at::zeros(
       {chunks.count(), Moments::elements(count, count)},
@@ -382,7 +243,7 @@ Tensor key_moments(
     const Tensor& key_scales) {
   const Matrices<T> keys(inputs.keys), values(inputs.values);
   const Matrices<T> forms(quadratic_forms);
-  const Chunks chunks(inputs.keys, inputs.landmarks);
+  const Chunks chunks = inputs.chunks(inputs.keys);
   const int64_t count = inputs.landmark_count(), stride = padded(count);
   const int64_t value_dims = values.columns();
   const int64_t value_stride = padded(value_dims);
@@ -440,14 +301,6 @@ Tensor key_moments(
   const Tensor moments = merge_chunks(partial, chunks, count, value_dims);
   moments.slice(-1, elements).copy_(chunks.sum(partial.slice(-1, elements)));
   return moments;
-}
-
-// One matrix of size rows x columns for each batch index, in padded rows.
-template <typename T>
-Tensor padded_matrices(const Inputs& inputs, int64_t rows, int64_t columns) {
-  return at::empty(
-      {batch_size(inputs.queries), rows, padded(columns)},
-      inputs.queries.options().dtype(c10::CppTypeToScalarType<T>::value));
 }
 
 // X^T S X, from the moments of the queries, or that folded into its lower
@@ -526,108 +379,6 @@ std::tuple<Tensor, Tensor> project(
   return {projection, value_mean};
 }
 
-// (..., N, e), whose memory holds the last of the leading dimensions, the
-// heads, within each token: they are then concatenated without a copy.
-Tensor empty_outputs(const Inputs& inputs) {
-  std::vector<int64_t> sizes = matrix_sizes(
-      inputs.queries, inputs.queries.size(-2), inputs.values.size(-1));
-  if (sizes.size() == 2) {
-    return at::empty(sizes, inputs.queries.options());
-  }
-  std::swap(sizes[sizes.size() - 3], sizes[sizes.size() - 2]);
-  return at::empty(sizes, inputs.queries.options()).transpose(-3, -2);
-}
-
-// Second pass over the queries: C_q Y + mean(v).
-template <typename T>
-Tensor outputs(
-    const Inputs& inputs, const Tensor& projection,
-    const Tensor& value_mean) {
-  const Matrices<T> queries(inputs.queries);
-  const Matrices<T> projections(projection), means(value_mean);
-  const Chunks chunks(inputs.queries, inputs.landmarks);
-  const int64_t count = inputs.landmark_count(), stride = padded(count);
-  const int64_t value_dims = inputs.values.size(-1);
-  const int64_t value_stride = padded(value_dims);
-  const bool whole_vectors = value_dims % 16 == 0;
-  const Tensor result = empty_outputs(inputs);
-  const Matrices<T> out(result);
-  at::parallel_for(0, chunks.count(), 1, [&](int64_t begin, int64_t end) {
-    LandmarkTiles<T> landmarks(inputs.landmarks, inputs.scale);
-    Scratch<T> scratch;
-    T* const tile = scratch.allocate(kTileRows, value_stride);
-    for (int64_t index = begin; index < end; ++index) {
-      const Chunk chunk = chunks[index];
-      landmarks.load(chunk.batch);
-      for (int64_t row = chunk.first; row < chunk.last; row += kTileRows) {
-        const int64_t rows = std::min(kTileRows, chunk.last - row);
-        const T* const kernel = landmarks.kernel(
-            queries.row(chunk.batch, row), queries.stride(), rows);
-        T* const out_rows = out.row(chunk.batch, row);
-        MMLAPLACE_SELECT(matmul<T>)(
-            kernel, stride, 1, projections[chunk.batch], value_stride,
-            whole_vectors ? out_rows : tile,
-            whole_vectors ? out.stride() : value_stride, rows, count,
-            value_dims, T(1), means[chunk.batch], 0);
-        if (!whole_vectors) {
-          MMLAPLACE_SELECT(copy_rows<T>)(
-              tile, value_stride, out_rows, out.stride(), rows, value_dims);
-        }
-      }
-    }
-  });
-  return result;
-}
-
-// First backward pass, over the queries: C_q^T grad of each chunk and, behind
-// it, the sum of the rows of grad.
-template <typename T>
-Tensor projection_gradient(const Inputs& inputs, const Tensor& output_grad) {
-  const Matrices<T> queries(inputs.queries), grads(output_grad);
-  const Chunks chunks(inputs.queries, inputs.landmarks);
-  const int64_t count = inputs.landmark_count(), stride = padded(count);
-  const int64_t value_dims = grads.columns();
-  const int64_t value_stride = padded(value_dims);
-  const Tensor partial = at::zeros(
-      {chunks.count(), count + 1, value_dims},
-      output_grad.options().dtype(c10::CppTypeToScalarType<T>::value));
-  const Matrices<T> result(partial);
-  at::parallel_for(0, chunks.count(), 1, [&](int64_t begin, int64_t end) {
-    LandmarkTiles<T> landmarks(inputs.landmarks, inputs.scale);
-    Scratch<T> scratch;
-    T* const tile = scratch.allocate(kTileRows, value_stride);
-    T* const product = scratch.allocate(count, value_stride);
-    T* const sums = scratch.allocate(1, value_stride);
-    for (int64_t index = begin; index < end; ++index) {
-      const Chunk chunk = chunks[index];
-      landmarks.load(chunk.batch);
-      std::fill_n(product, count * value_stride, T(0));
-      T* const total = result.row(index, count);
-      for (int64_t row = chunk.first; row < chunk.last; row += kTileRows) {
-        const int64_t rows = std::min(kTileRows, chunk.last - row);
-        const T* const kernel = landmarks.kernel(
-            queries.row(chunk.batch, row), queries.stride(), rows);
-        MMLAPLACE_SELECT(copy_rows<T>)(
-            grads.row(chunk.batch, row), grads.stride(), tile, value_stride,
-            rows, value_dims);
-        MMLAPLACE_SELECT(matmul<T>)(
-            kernel, 1, stride, tile, value_stride, product, value_stride,
-            count, rows, value_dims, T(1), product,
-            value_stride);
-        MMLAPLACE_SELECT(sum_rows<T>)(
-            tile, value_stride, rows, value_dims, sums);
-        for (int64_t c = 0; c < value_dims; ++c) {
-          total[c] += sums[c];
-        }
-      }
-      MMLAPLACE_SELECT(copy_rows<T>)(
-          product, value_stride, result[index], value_dims, count,
-          value_dims);
-    }
-  });
-  return partial;
-}
-
 // What the later backward passes need, for each batch index.
 struct Gradients {
   Tensor quadratic_form;         // X^T S X
@@ -653,8 +404,7 @@ Gradients start_gradients(
   const int64_t count = inputs.landmark_count();
   const int64_t value_dims = inputs.values.size(-1);
   const int64_t num_keys = inputs.keys.size(-2);
-  const int64_t per_batch =
-      Chunks(inputs.queries, inputs.landmarks).per_batch();
+  const int64_t per_batch = inputs.chunks(inputs.queries).per_batch();
   const Gradients result{
       quadratic_forms<T>(inputs, query_moments, inverse, false),
       padded_matrices<T>(inputs, count, value_dims),
@@ -733,7 +483,7 @@ void finish_gradients(
     const Inputs& inputs, const Tensor& query_moments, const Tensor& inverse,
     const Tensor& form_grad, const Gradients& gradients) {
   const int64_t count = inputs.landmark_count();
-  const int64_t per_batch = Chunks(inputs.keys, inputs.landmarks).per_batch();
+  const int64_t per_batch = inputs.chunks(inputs.keys).per_batch();
   const Matrices<T> inverses(inverse), form_grads(form_grad),
       covariance_out(gradients.covariance_grad);
   const Matrices<double> inverse_grad_out(gradients.inverse_grad);
@@ -766,43 +516,6 @@ void finish_gradients(
       });
 }
 
-// From the gradient of tiles of the kernel to that of points and landmarks.
-template <typename T>
-class KernelGradient {
- public:
-  KernelGradient(const Tensor& landmarks, double scale)
-      : landmarks_(landmarks),
-        factor_(static_cast<T>(-1 / scale)),
-        weights_(scratch_.allocate(kTileRows, padded(landmarks_.rows()))),
-        gradients_(kTileRows, landmarks_.columns()) {}
-
-  void load(int64_t batch) {
-    loaded_ = landmarks_.load(batch);
-  }
-
-  // Writes the gradient of the points and adds that of the landmarks, whose
-  // rows are padded.
-  void operator()(
-      const T* kernel, const T* kernel_grad, const T* points,
-      int64_t point_stride, T* point_grad, T* landmark_grad,
-      int64_t rows) const {
-    const int64_t count = landmarks_.rows(), stride = padded(count);
-    MMLAPLACE_SELECT(multiply<T>)(
-        kernel, stride, 1, kernel_grad, stride, 1, weights_, stride, rows,
-        count, factor_);
-    gradients_(weights_, stride, points, point_stride, loaded_, point_grad,
-               landmark_grad, rows, count);
-  }
-
- private:
-  PaddedMatrices<T> landmarks_;
-  T factor_;
-  Scratch<T> scratch_;
-  T* weights_;
-  PointGradients<T> gradients_;
-  const T* loaded_ = nullptr;
-};
-
 struct KeyGradients {
   Tensor keys;
   Tensor values;
@@ -821,7 +534,7 @@ KeyGradients key_gradients(
       cross_grads_transposed(context.cross_grad_transposed),
       kernel_means(context.kernel_mean), value_means(context.value_mean),
       mean_grads(context.mean_grad);
-  const Chunks chunks(inputs.keys, inputs.landmarks);
+  const Chunks chunks = inputs.chunks(inputs.keys);
   const int64_t count = inputs.landmark_count(), stride = padded(count);
   const int64_t dims = keys.columns(), value_dims = values.columns();
   const int64_t value_stride = padded(value_dims);
@@ -898,13 +611,9 @@ KeyGradients key_gradients(
               form_out[index]);
         }
 
-        T* const value_rows = value_out.row(chunk.batch, row);
-        for (int64_t i = 0; i < rows; ++i) {
-          for (int64_t c = 0; c < value_dims; ++c) {
-            value_rows[i * value_dims + c] = mean_grad[c] +
-                scales[row + i] * weighted_grad[i * value_stride + c];
-          }
-        }
+        MMLAPLACE_SELECT(scale_rows_onto<T>)(
+            mean_grad, weighted_grad, value_stride, scales + row,
+            value_out.row(chunk.batch, row), value_dims, rows, value_dims);
         kernel_gradient(
             kernel, kernel_grad, points, keys.stride(),
             key_out.row(chunk.batch, row), landmark_out[index], rows);
@@ -913,64 +622,6 @@ KeyGradients key_gradients(
   });
   return {key_grad, value_grad, chunks.sum(landmark_grad).slice(-1, 0, dims),
           form_grad};
-}
-
-// Third backward pass, over the queries. Returns their gradient and that of
-// the landmarks.
-template <typename T>
-std::tuple<Tensor, Tensor> query_gradients(
-    const Inputs& inputs, const Tensor& output_grad,
-    const Gradients& context) {
-  const Matrices<T> queries(inputs.queries), grads(output_grad);
-  const Matrices<T> projections(context.projection_transposed),
-      covariance_grads(context.covariance_grad),
-      kernel_means(context.query_mean);
-  const Chunks chunks(inputs.queries, inputs.landmarks);
-  const int64_t count = inputs.landmark_count(), stride = padded(count);
-  const int64_t dims = queries.columns(), value_dims = grads.columns();
-  const auto options =
-      inputs.queries.options().dtype(c10::CppTypeToScalarType<T>::value);
-  const Tensor query_grad = at::empty(inputs.queries.sizes(), options);
-  const Tensor landmark_grad =
-      at::zeros({chunks.count(), count, padded(dims)}, options);
-  const Matrices<T> query_out(query_grad), landmark_out(landmark_grad);
-  at::parallel_for(0, chunks.count(), 1, [&](int64_t begin, int64_t end) {
-    LandmarkTiles<T> landmarks(inputs.landmarks, inputs.scale);
-    KernelGradient<T> kernel_gradient(inputs.landmarks, inputs.scale);
-    Scratch<T> scratch;
-    T* const kernel_grad = scratch.allocate(kTileRows, stride);
-    T* const centred = scratch.allocate(kTileRows, stride);
-    for (int64_t index = begin; index < end; ++index) {
-      const Chunk chunk = chunks[index];
-      landmarks.load(chunk.batch);
-      kernel_gradient.load(chunk.batch);
-      const T* const projection = projections[chunk.batch];
-      const T* const covariance_grad = covariance_grads[chunk.batch];
-      for (int64_t row = chunk.first; row < chunk.last; row += kTileRows) {
-        const int64_t rows = std::min(kTileRows, chunk.last - row);
-        const T* const points = queries.row(chunk.batch, row);
-        const T* const kernel =
-            landmarks.kernel(points, queries.stride(), rows);
-        MMLAPLACE_SELECT(matmul<T>)(
-            grads.row(chunk.batch, row), grads.stride(), 1, projection,
-            stride, kernel_grad, stride, rows, value_dims, count, T(1),
-            nullptr, 0);
-        if (inputs.whiten) {
-          MMLAPLACE_SELECT(subtract_row<T>)(
-              kernel, kernel_means[chunk.batch], centred, stride, rows,
-              count);
-          MMLAPLACE_SELECT(matmul<T>)(
-              centred, stride, 1, covariance_grad, stride, kernel_grad,
-              stride, rows, count, count, T(1), kernel_grad,
-              stride);
-        }
-        kernel_gradient(
-            kernel, kernel_grad, points, queries.stride(),
-            query_out.row(chunk.batch, row), landmark_out[index], rows);
-      }
-    }
-  });
-  return {query_grad, chunks.sum(landmark_grad).slice(-1, 0, dims)};
 }
 
 // Checks the inputs and takes everything into the dtype of the computation.
@@ -982,18 +633,10 @@ Inputs make_inputs(
   const auto type = compute_type(queries);
   const Tensor flat = landmarks.to(type).reshape(
       {batch_size(landmarks), landmarks.size(-2), landmarks.size(-1)});
+  // The moments of a chunk are worth as much work as 32 tokens per landmark.
   return {queries.to(type), keys.to(type), values.to(type), flat, scale,
-          whitening != "none", eps};
-}
-
-// The factor of the kernel sum, g / M, for each batch index.
-Tensor sum_factors(
-    const Inputs& inputs, const Tensor& gain, c10::string_view whitening) {
-  const int64_t batches = batch_size(inputs.queries);
-  if (whitening == "literal") {
-    return at::ones({batches}, inputs.double_options());
-  }
-  return gain.to(at::kDouble).reshape({batches}) / inputs.keys.size(-2);
+          whitening != "none", eps,
+          std::max<int64_t>(1024, 32 * landmarks.size(-2))};
 }
 
 }  // namespace
@@ -1014,6 +657,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> laplacian_attention(
       eps, true);
   const Tensor key_scales =
       at::ones({batches, keys.size(-2)}, inputs.keys.options());
+  const Tensor factors = sum_factors(gain, whitening, keys.size(-2));
   Tensor output, query_stats, key_stats;
   AT_DISPATCH_FLOATING_TYPES(type, "laplacian_attention", [&] {
     query_stats = inputs.whiten
@@ -1023,21 +667,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> laplacian_attention(
     key_stats = key_moments<scalar_t>(
         inputs, quadratic_forms<scalar_t>(inputs, query_stats, inverse, true),
         key_scales);
-    const auto [projection, value_mean] = project<scalar_t>(
-        inputs, key_stats, inverse, sum_factors(inputs, gain, whitening));
+    const auto [projection, value_mean] =
+        project<scalar_t>(inputs, key_stats, inverse, factors);
     output = outputs<scalar_t>(inputs, projection, value_mean);
   });
 
-  const at::IntArrayRef leading =
-      queries.sizes().slice(0, queries.dim() - 2);
-  const auto unflatten = [&](const Tensor& tensor) {
-    std::vector<int64_t> sizes = leading.vec();
-    sizes.insert(sizes.end(), tensor.sizes().begin() + 1,
-                 tensor.sizes().end());
-    return tensor.view(sizes);
-  };
-  return {output.to(queries.scalar_type()), unflatten(key_scales),
-          unflatten(inverse), unflatten(query_stats), unflatten(key_stats)};
+  return {output.to(queries.scalar_type()), unflatten(key_scales, queries),
+          unflatten(inverse, queries), unflatten(query_stats, queries),
+          unflatten(key_stats, queries)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>
@@ -1056,20 +693,12 @@ laplacian_attention_backward(
   const int64_t count = inputs.landmark_count();
   const int64_t value_dims = values.size(-1);
   const Tensor output_grad = grad.to(type);
-  // As the forward operator returned them.
-  const auto kept = [](const Tensor& tensor, at::ScalarType kept_type,
-                       at::IntArrayRef sizes) {
-    TORCH_CHECK(
-        tensor.scalar_type() == kept_type,
-        "laplacian_attention_backward needs what the forward operator "
-        "returned, got ", tensor.scalar_type());
-    return tensor.reshape(sizes).contiguous();
-  };
-  const Tensor x = kept(inverse, type, {batches, count, count});
-  const Tensor scales = kept(key_scales, type, {batches, keys.size(-2)});
-  const Tensor query_stats = kept(
+  const Tensor x = as_returned(inverse, type, {batches, count, count});
+  const Tensor scales =
+      as_returned(key_scales, type, {batches, keys.size(-2)});
+  const Tensor query_stats = as_returned(
       query_moments, at::kDouble, {batches, Moments::elements(count, count)});
-  const Tensor key_stats = kept(
+  const Tensor key_stats = as_returned(
       key_moments, at::kDouble,
       {batches, Moments::elements(count, value_dims) + value_dims});
 
@@ -1079,13 +708,25 @@ laplacian_attention_backward(
   AT_DISPATCH_FLOATING_TYPES(type, "laplacian_attention_backward", [&] {
     gradients = start_gradients<scalar_t>(
         inputs, query_stats, key_stats, x,
-        sum_factors(inputs, gain, whitening),
+        sum_factors(gain, whitening, keys.size(-2)),
         projection_gradient<scalar_t>(inputs, output_grad));
     key_side = key_gradients<scalar_t>(inputs, scales, gradients);
     finish_gradients<scalar_t>(
         inputs, query_stats, x, key_side.form, gradients);
-    std::tie(query_grad, landmark_grad) =
-        query_gradients<scalar_t>(inputs, output_grad, gradients);
+    const Matrices<scalar_t> means(gradients.query_mean),
+        covariance_grads(gradients.covariance_grad);
+    std::tie(query_grad, landmark_grad) = query_gradients<scalar_t>(
+        inputs, output_grad, gradients.projection_transposed,
+        [&](int64_t batch, const scalar_t* kernel, int64_t rows,
+            scalar_t* kernel_grad, scalar_t* centred) {
+          const int64_t stride = padded(count);
+          MMLAPLACE_SELECT(subtract_row<scalar_t>)(
+              kernel, means[batch], centred, stride, rows, count);
+          MMLAPLACE_SELECT(matmul<scalar_t>)(
+              centred, stride, 1, covariance_grads[batch], stride,
+              kernel_grad, stride, rows, count, count, scalar_t(1),
+              kernel_grad, stride);
+        });
   });
   const Tensor& points = inputs.landmarks;
   const Tensor kernel = laplacian_kernel(points, points, scale);

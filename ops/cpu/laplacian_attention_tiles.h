@@ -39,6 +39,21 @@ void sum_rows(
   }
 }
 
+// out_j = sum_i tile_ij^2
+template <typename T>
+void sum_squares(
+    const T* tile, int64_t stride, int64_t rows, int64_t columns, T* out) {
+  using S = Simd<T>;
+  for (int64_t j = 0; j < columns; j += S::kLanes) {
+    typename S::Vector sums[4] = {};
+    for (int64_t i = 0; i < rows; ++i) {
+      const auto value = S::load(tile + i * stride + j);
+      sums[i % 4] += value * value;
+    }
+    S::store(out + j, (sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+}
+
 // out = every row of a tile less one row
 template <typename T>
 void subtract_row(
@@ -47,6 +62,31 @@ void subtract_row(
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t j = 0; j < columns; ++j) {
       out[i * stride + j] = tile[i * stride + j] - row[j];
+    }
+  }
+}
+
+// tile = factor * (tile - row)
+template <typename T>
+void shift_and_scale(
+    T* tile, const T* row, T factor, int64_t stride, int64_t rows,
+    int64_t columns) {
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < columns; ++j) {
+      T& element = tile[i * stride + j];
+      element = factor * (element - row[j]);
+    }
+  }
+}
+
+// out_ij += factors_j * (tile_ij - row_j)
+template <typename T>
+void add_weighted_columns(
+    const T* tile, const T* row, const T* factors, T* out, int64_t stride,
+    int64_t rows, int64_t columns) {
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < columns; ++j) {
+      out[i * stride + j] += factors[j] * (tile[i * stride + j] - row[j]);
     }
   }
 }
@@ -114,6 +154,21 @@ void scale_rows(
       for (int64_t j = 0; j < columns; ++j) {
         target[j] = factor * source[j];
       }
+    }
+  }
+}
+
+// out_ij = row_j + factors_i * in_ij
+template <typename T>
+void scale_rows_onto(
+    const T* row, const T* in, int64_t in_stride, const T* factors, T* out,
+    int64_t out_stride, int64_t rows, int64_t columns) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const T factor = factors[i];
+    const T* source = in + i * in_stride;
+    T* target = out + i * out_stride;
+    for (int64_t j = 0; j < columns; ++j) {
+      target[j] = row[j] + factor * source[j];
     }
   }
 }

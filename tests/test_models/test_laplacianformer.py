@@ -181,7 +181,7 @@ def test_checkpointing_changes_nothing(frozen_stages):
 
 
 def test_checkpointing_saves_memory_in_training_only():
-    """Counts the tensors kept for the backward pass."""
+    """Counts the elements kept for the backward pass."""
 
     def kept(with_cp, mode):
         model = nano(with_cp=with_cp).train(mode)
@@ -189,14 +189,14 @@ def test_checkpointing_saves_memory_in_training_only():
 
         def pack(tensor):
             nonlocal count
-            count += 1
+            count += tensor.numel()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             model(torch.randn(1, 3, 64, 64))
         return count
 
-    assert kept(True, True) < kept(False, True) / 3
+    assert kept(True, True) < kept(False, True) / 2
     assert kept(True, False) == kept(False, False)
 
 

@@ -7,6 +7,14 @@ from mmlaplace.ops import laplacian_attention, pool_landmarks, reference
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 WHITENINGS = ['scaled', 'literal', 'none']
+# Without landmarks the kernel is exact, an operator that only CPUs have.
+EXACT = pytest.param(None, id='exact')
+WITH_OR_WITHOUT_LANDMARKS = pytest.mark.parametrize(
+    'with_landmarks', [True, False], ids=['landmarks', 'exact'])
+
+
+def name_sizes(sizes):
+    return f'{sizes}' if None not in sizes else f'exact {sizes}'
 
 
 def tokens(*shape, dtype=torch.float64, spread=0.5):
@@ -51,7 +59,7 @@ def dense_attention(queries, keys, values, landmarks=None,
 
 @pytest.mark.parametrize('kernel', ['laplacian', 'gaussian'])
 @pytest.mark.parametrize('whitening', WHITENINGS)
-@pytest.mark.parametrize('with_landmarks', [True, False])
+@WITH_OR_WITHOUT_LANDMARKS
 def test_equals_dense_computation(kernel, whitening, with_landmarks):
     queries, keys, values, landmarks = example()
     options = dict(
@@ -130,11 +138,12 @@ def test_odd_sizes(num_queries, num_keys, num_landmarks, dims):
 
 
 def plain_attention(*inputs, num_iters=12, whitening='scaled'):
-    """The reference as the native operator has it."""
-    *tensors, gain = inputs
+    """The reference as the native operators have it."""
+    queries, keys, values, *landmarks, gain = inputs
     return reference.laplacian_attention(
-        *tensors, None, gain, 4.0, reference.laplacian_kernel, whitening,
-        'newton_schulz', num_iters, 1e-3)
+        queries, keys, values, *landmarks or [None], None, gain, 4.0,
+        reference.laplacian_kernel, whitening, 'newton_schulz', num_iters,
+        1e-3)
 
 
 def entry_point(*inputs, **options):
@@ -182,14 +191,21 @@ def assert_as_good_as_reference(inputs, weight, **options):
 
 
 def attention_example(sizes, batch=(2, 3)):
-    """Inputs with a gain for each matrix, and a weight for the output."""
+    """Inputs with a gain for each matrix, and a weight for the output.
+
+    Without landmarks if there shall be None of them.
+    """
     gain = 0.5 + torch.rand(batch, dtype=torch.float64)
-    num_queries, _, _, dims, value_dims = sizes
-    queries, keys, values, landmarks = example(*sizes, batch=batch)
+    num_queries, num_keys, num_landmarks, dims, value_dims = sizes
+    queries, keys, values, landmarks = example(
+        num_queries, num_keys, num_landmarks or 0, dims, value_dims, batch)
     # Landmarks of few channels would nearly coincide.
-    spread = max(1, 8 / dims)
-    return ([spread * queries, spread * keys, values, spread * landmarks,
-             gain], tokens(*batch, num_queries, value_dims, spread=1.0))
+    spread = max(1, 8 / dims) if dims else 1
+    inputs = [spread * queries, spread * keys, values]
+    if num_landmarks is not None:
+        inputs.append(spread * landmarks)
+    return ([*inputs, gain],
+            tokens(*batch, num_queries, value_dims, spread=1.0))
 
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
@@ -197,9 +213,10 @@ def attention_example(sizes, batch=(2, 3)):
 @pytest.mark.parametrize(
     'sizes',
     # Queries, keys, landmarks, channels and channels of values.
-    [(size, SIZES[(i + 2) % 9], SIZES[(2 * i + 1) % 9], SIZES[-i],
-      SIZES[(4 * i + 3) % 9]) for i, size in enumerate(SIZES)],
-    ids=str)
+    [(size, SIZES[(i + 2) % 9], num_landmarks, SIZES[-i],
+      SIZES[(4 * i + 3) % 9]) for i, size in enumerate(SIZES)
+     for num_landmarks in (SIZES[(2 * i + 1) % 9], None)],
+    ids=name_sizes)
 def test_odd_sizes_in_every_dtype(backend, sizes, whitening, dtype):
     inputs, weight = attention_example(sizes)
     assert_as_good_as_reference([x.to(dtype) for x in inputs],
@@ -210,9 +227,12 @@ def test_odd_sizes_in_every_dtype(backend, sizes, whitening, dtype):
 @pytest.mark.parametrize('whitening', WHITENINGS)
 @pytest.mark.parametrize(
     'sizes',
-    # Native chunks are of 1024 tokens, or of 32 for each landmark.
-    [(1024, 1025, 5, 3, 16), (2500, 2100, 9, 16, 5), (1700, 3300, 49, 8, 8)],
-    ids=str)
+    # Native chunks are of 1024 tokens, or of 32 for each landmark, or of as
+    # many as a fourth of the keys where these are the landmarks.
+    [(1024, 1025, 5, 3, 16), (2500, 2100, 9, 16, 5), (1700, 3300, 49, 8, 8),
+     (1024, 1025, None, 3, 16), (2500, 2100, None, 16, 5),
+     (1500, 4500, None, 8, 8)],
+    ids=name_sizes)
 def test_many_tokens(backend, sizes, whitening):
     inputs, weight = attention_example(sizes, batch=(2, ))
     for dtype in (torch.float32, torch.float64):
@@ -221,13 +241,16 @@ def test_many_tokens(backend, sizes, whitening):
                                     whitening=whitening)
 
 
-def test_many_tokens_far_from_the_origin(backend):
+@pytest.mark.parametrize('num_landmarks', [6, EXACT])
+def test_many_tokens_far_from_the_origin(backend, num_landmarks):
     """Kernels that hardly vary: moments must not cancel."""
-    inputs, weight = attention_example((1500, 1300, 6, 4, 4), batch=(2, ))
+    inputs, weight = attention_example((1500, 1300, num_landmarks, 4, 4),
+                                       batch=(2, ))
     inputs[0] = 100 + 1e-3 * inputs[0]
     inputs[1] = 100 + 1e-3 * inputs[1]
-    inputs[3] = 100 + inputs[3]
     inputs[2] = 50 + inputs[2]
+    if num_landmarks is not None:
+        inputs[3] = 100 + inputs[3]
     assert_as_good_as_reference([x.float() for x in inputs], weight.float())
 
 
@@ -255,8 +278,9 @@ def test_more_matrices_than_a_grid_has_rows(backend):
     assert_as_good_as_reference(inputs, weight)
 
 
-@pytest.mark.parametrize('sizes', [(17, 13, 5, 7, 9), (20, 24, 6, 16, 16)],
-                         ids=str)
+@pytest.mark.parametrize('sizes', [
+    (17, 13, 5, 7, 9), (20, 24, 6, 16, 16), (17, 13, None, 7, 9),
+    (20, 24, None, 16, 16)], ids=name_sizes)
 def test_any_memory_layout(backend, sizes, layout):
     (*tensors, gain), weight = attention_example(sizes)
     tensors, weight = [layout(x) for x in tensors], layout(weight)
@@ -272,7 +296,7 @@ def test_any_memory_layout(backend, sizes, layout):
                             for whitening in WHITENINGS),
                           ('scaled', 'conjugate_gradient'),
                           ('scaled', 'exact')])
-@pytest.mark.parametrize('with_landmarks', [True, False])
+@WITH_OR_WITHOUT_LANDMARKS
 def test_gradcheck(whitening, solver, with_landmarks):
     """At the default iteration count, whatever it leaves of a residual."""
     inputs = [x.requires_grad_() for x in example(5, 6, 3, 2, 2, batch=(2, ))]
@@ -302,10 +326,11 @@ def test_gradient_equals_dense_computation():
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize('num_landmarks', [6, EXACT])
 @pytest.mark.parametrize('shape', [(), (3, ), (1, 3), (2, 1), (2, 3)])
-def test_gain_broadcasts(backend, shape):
-    inputs, weight = attention_example((20, 24, 6, 8, 5))
-    inputs[4] = torch.rand(shape, dtype=torch.float64)
+def test_gain_broadcasts(backend, shape, num_landmarks):
+    inputs, weight = attention_example((20, 24, num_landmarks, 8, 5))
+    inputs[-1] = torch.rand(shape, dtype=torch.float64)
     torch.testing.assert_close(
         attend(entry_point, inputs, weight),
         attend(plain_attention, inputs, weight))
@@ -324,21 +349,24 @@ def test_gain_keeps_its_dtype(backend):
                                atol=1e-5)
 
 
+@pytest.mark.parametrize('num_landmarks', [6, EXACT])
 @pytest.mark.parametrize('whitening', WHITENINGS)
-def test_without_gain(backend, whitening):
-    inputs, weight = attention_example((20, 24, 6, 8, 5))
+def test_without_gain(backend, whitening, num_landmarks):
+    (*inputs, _), _ = attention_example((20, 24, num_landmarks, 8, 5))
     ones = torch.ones(2, 3, dtype=torch.float64)
     torch.testing.assert_close(
-        laplacian_attention(*inputs[:4], whitening=whitening),
-        plain_attention(*inputs[:4], ones, whitening=whitening))
+        laplacian_attention(*inputs, whitening=whitening),
+        plain_attention(*inputs, ones, whitening=whitening))
 
 
-def test_batch_shapes_and_dtypes_unite(backend):
-    queries, keys, values, landmarks = example(batch=())
+@WITH_OR_WITHOUT_LANDMARKS
+def test_batch_shapes_and_dtypes_unite(backend, with_landmarks):
+    tensors = example(batch=())
+    tensors = tensors if with_landmarks else tensors[:3]
     shapes = (2, 1), (3, ), (1, 3), ()
     inputs = [
         x.expand(*shape, *x.shape).clone() + tokens(*shape, 1, 1)
-        for x, shape in zip((queries, keys, values, landmarks), shapes)
+        for x, shape in zip(tensors, shapes)
     ]
     inputs[1] = inputs[1].float()
     gain = torch.ones((), dtype=torch.float64)
@@ -425,7 +453,7 @@ def test_error_at_most_twice_that_of_plain_torch(dtype):
 
 @pytest.mark.parametrize('value', [0.0, 1.0, 255.0, -1e4])
 @pytest.mark.parametrize('whitening', WHITENINGS)
-@pytest.mark.parametrize('with_landmarks', [True, False])
+@WITH_OR_WITHOUT_LANDMARKS
 @pytest.mark.parametrize('solver',
                          ['newton_schulz', 'conjugate_gradient', 'exact'])
 def test_constant_input_stays_finite(value, whitening, with_landmarks,
@@ -442,30 +470,38 @@ def test_constant_input_stays_finite(value, whitening, with_landmarks,
     assert all(x.grad.isfinite().all() for x in inputs)
 
 
+@WITH_OR_WITHOUT_LANDMARKS
 @pytest.mark.parametrize('whitening', WHITENINGS)
 @pytest.mark.parametrize('batch, num_queries, value_dims', [
     ((0, ), 4, 6), ((2, 0), 4, 6), ((2, ), 0, 6), ((2, ), 4, 0)])
-def test_empty(backend, batch, num_queries, value_dims, whitening):
+def test_empty(backend, batch, num_queries, value_dims, whitening,
+               with_landmarks):
     inputs = [
         x.requires_grad_()
         for x in example(num_queries, 5, 2, 3, value_dims, batch)
     ]
+    inputs = inputs if with_landmarks else inputs[:3]
     result = laplacian_attention(*inputs, whitening=whitening)
     assert result.shape == (*batch, num_queries, value_dims)
     result.sum().backward()
     assert all(torch.equal(x.grad, torch.zeros_like(x)) for x in inputs)
 
 
-def test_points_without_channels(backend):
+@WITH_OR_WITHOUT_LANDMARKS
+def test_points_without_channels(backend, with_landmarks):
     """They are all the same, so the output is the mean of the values."""
     inputs = [x.requires_grad_() for x in example(dims=0)]
+    inputs = inputs if with_landmarks else inputs[:3]
     result = laplacian_attention(*inputs)
     mean = inputs[2].mean(-2, keepdim=True).expand_as(result)
     torch.testing.assert_close(result, mean)
 
 
-def test_same_bits_on_any_number_of_threads(native, set_num_threads):
-    inputs, weight = attention_example((2500, 2100, 49, 32, 32), batch=(2, ))
+@pytest.mark.parametrize('num_landmarks', [49, EXACT])
+def test_same_bits_on_any_number_of_threads(native, set_num_threads,
+                                            num_landmarks):
+    inputs, weight = attention_example((2500, 2100, num_landmarks, 32, 32),
+                                       batch=(2, ))
     inputs, weight = [x.float() for x in inputs], weight.float()
     runs = []
     for count in (1, 1, 2, 3):
@@ -522,9 +558,12 @@ def test_bad_arguments():
         laplacian_attention(queries, keys, values, mask=None)
 
 
+@WITH_OR_WITHOUT_LANDMARKS
 @pytest.mark.parametrize('whitening', WHITENINGS)
-def test_nan_of_a_query_reaches_all_that_it_whitens(backend, whitening):
+def test_nan_of_a_query_reaches_all_that_it_whitens(backend, whitening,
+                                                    with_landmarks):
     inputs = [tokens(2, *s) for s in ((20, 8), (24, 8), (24, 5), (6, 8))]
+    inputs = inputs if with_landmarks else inputs[:3]
     inputs[0][0, 3, 1] = torch.nan
     result = laplacian_attention(*inputs, whitening=whitening)
     assert result[0, 3].isnan().all() and result[1].isfinite().all()

@@ -52,6 +52,16 @@ def attend(queries, keys, values, landmarks, gain):
     return laplacian_attention(queries, keys, values, landmarks, gain=gain)
 
 
+def exact_inputs(num_queries=9, num_keys=7, dtype=torch.float32):
+    """Those of attention whose landmarks are the keys."""
+    *tensors, _, gain = attention_inputs(num_queries, num_keys, dtype)
+    return *tensors, gain
+
+
+def attend_exactly(queries, keys, values, gain):
+    return laplacian_attention(queries, keys, values, gain=gain)
+
+
 def attend_to_broadcast(queries, keys, values, landmarks, gain):
     """With leading dimensions that the entry point expands."""
     return attend(queries, keys[:1], values[:, :1], landmarks[0], gain[0])
@@ -67,6 +77,7 @@ FUNCTIONS = {
     'symmetric inverse': (invert_positive_definite, inverse_inputs),
     'attention': (attend, attention_inputs),
     'broadcast attention': (attend_to_broadcast, attention_inputs),
+    'exact attention': (attend_exactly, exact_inputs),
 }
 EACH_FUNCTION = pytest.mark.parametrize(
     'function, make_inputs', FUNCTIONS.values(), ids=FUNCTIONS)
@@ -79,6 +90,11 @@ OPERATORS = {
     **{
         f'attention {whitening}': ('laplacian_attention', attention_inputs,
                                    (4.0, whitening, 3, 1e-3))
+        for whitening in ('scaled', 'literal', 'none')
+    },
+    **{
+        f'exact attention {whitening}': ('exact_laplacian_attention',
+                                         exact_inputs, (4.0, whitening, 1e-3))
         for whitening in ('scaled', 'literal', 'none')
     }
 }
