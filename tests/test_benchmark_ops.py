@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +79,37 @@ def test_scaling(tmp_path):
         # The count of the process is exact to about 0.3 MiB.
         kept = row['output_bytes'] + row['gradient_bytes']
         assert row['extra_bytes'] > kept - 2**19
+
+
+def test_compiled_reference(tmp_path):
+    _, rows = run('--sizes', 'stages', '--ops', 'kernel', '--compile',
+                  path=tmp_path / 'x.json')
+    check_figures(rows)
+    assert [row['contestant'] for row in rows] == 2 * [
+        *CONTESTANTS['kernel'], 'compiled'
+    ]
+
+
+def test_limits_of_a_card():
+    """Those of ops/README.md for an H200, in microseconds."""
+    card = SimpleNamespace(
+        multi_processor_count=132,
+        clock_rate=1_980_000,
+        memory_clock_rate=3_125_000,
+        memory_bus_width=6144,
+        major=9,
+        minor=0)
+    tool = runpy.run_path(str(TOOL))
+    stage = (64, 2, 3136, 49, 32)
+    for op, shape, forward, backward in (
+            ('kernel', stage, 38, 94), ('attention', stage, 150, 490),
+            ('inverse', (160, 49, 49), 5.5, 14)):
+        case = tool['Case'](op, 'stages', shape)
+        found = [
+            1e6 * tool['find_limit'](case, both, card)
+            for both in (False, True)
+        ]
+        assert found == pytest.approx([forward, forward + backward], rel=0.1)
 
 
 @pytest.mark.parametrize('arguments, message', [

@@ -7,13 +7,17 @@ attention, all compute in float32 (float64 for float64 input), whatever
 --dtype is. Landmarks are inputs: pooling them is not measured.
 
 Sizes are batch x heads x tokens x landmarks x channels and, of the inverse,
-matrices x landmarks x landmarks. The columns:
+matrices x landmarks x landmarks. `compiled` is the reference under
+torch.compile, for which --compile asks; `graph`, on CUDA, is the reference
+replayed as a CUDA graph. The columns:
 
   x ours     time over that of the first contestant, what mmlaplace.ops does
   extra      peak memory beyond the inputs and the gradient of the output
   working    extra less the output and the gradients of the inputs
   of inputs  working over the size of the inputs
   residual   the largest ||I - (matrix + eps I) inverse||_F of the batch
+  limit      on CUDA, for ours: share of the card's limit that is reached, by
+             the counts of ops/README.md, at the highest clock
 
 On a CPU, memory is that of the process, known to about 0.3 MiB.
 """
@@ -21,7 +25,16 @@ import argparse
 import math
 from functools import partial
 from itertools import product
-from typing import Callable, Dict, List, NamedTuple, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import Tensor
@@ -51,6 +64,36 @@ SIZES = (*IMAGES, 'scaling')
 DIRECTIONS = ('forward', 'forward + backward')
 # Softmax attention needs no N x N memory, but N x N time.
 MAX_SDPA_TOKENS = dict(cpu=70_000, cuda=200_000)
+
+
+# Multiply-adds of TF32 in a clock of a multiprocessor, by compute capability.
+TF32_PER_CLOCK = {(8, 0): 512, (9, 0): 1024}
+
+
+class Prepared:
+    """A function that is prepared once for each size it is called with.
+
+    Args:
+        prepare (callable): Takes the function and its inputs, and returns
+            what to call in its place.
+        function (callable): It takes tensors or None.
+    """
+
+    def __init__(self, prepare: Callable, function: Callable):
+        self.prepare = prepare
+        self.function = function
+        self.prepared = {}
+
+    def __call__(self, *inputs: Optional[Tensor]) -> Tensor:
+        key = tuple(x if x is None else (x.shape, x.dtype) for x in inputs)
+        if key not in self.prepared:
+            self.prepared[key] = self.prepare(self.function, inputs)
+        return self.prepared[key](*inputs)
+
+
+def compile_function(function: Callable,
+                     inputs: Sequence[Optional[Tensor]]) -> Callable:
+    return torch.compile(function, dynamic=False)
 
 
 class Case(NamedTuple):
@@ -138,6 +181,11 @@ CONTESTANTS = dict(
             num_iters=NUM_ITERS,
             eps=EPS),
         sdpa=softmax_attention))
+for _contestants in CONTESTANTS.values():
+    _contestants['compiled'] = Prepared(compile_function,
+                                        _contestants['reference'])
+CONTESTANTS['inverse']['graph'] = Prepared(
+    torch.cuda.make_graphed_callables, CONTESTANTS['inverse']['reference'])
 
 
 def list_cases(op: str, sizes: str, quick: bool) -> List[Case]:
@@ -246,13 +294,61 @@ def measure_residual(function: Callable, matrix: Tensor) -> float:
                                           EPS).max().item()
 
 
-def start_rows(case: Case, backward: bool) -> List[dict]:
+def find_limit(case: Case, backward: bool, card: Any) -> Optional[float]:
+    """Return the seconds that a card needs at least, in float32.
+
+    Args:
+        case (Case): The op and its size.
+        backward (bool): Whether its gradient counts, too.
+        card: Like what ``torch.cuda.get_device_properties`` returns.
+
+    Returns:
+        float | None: None where it is not known.
+    """
+    clocks = card.multi_processor_count * card.clock_rate * 1e3
+    numbers_per_second = (
+        2 * card.memory_clock_rate * 1e3 * card.memory_bus_width / 8 / 4)
+    if case.op == 'inverse':
+        products_per_clock = TF32_PER_CLOCK.get((card.major, card.minor))
+        if products_per_clock is None:
+            return None
+        matrices, size, _ = case.shape
+        # Of float32 numbers in three parts; backward computes anew.
+        products = 3 * (7 if backward else 2) * NUM_ITERS * matrices * size**3
+        numbers = (5 if backward else 2) * matrices * size**2
+        return max(products / products_per_clock / clocks,
+                   numbers / numbers_per_second)
+    batch, heads, tokens, landmarks, channels = case.shape
+    pairs = batch * heads * tokens * landmarks
+    of_tokens = batch * heads * tokens * channels
+    if case.op == 'kernel':
+        instructions = (7 if backward else 2) * pairs * channels
+        numbers = (3 * of_tokens + 3 * pairs if backward else
+                   of_tokens + pairs)
+    elif tokens > landmarks:
+        # Two for each of four distance terms forward; backward of five, and
+        # four for each of four sign terms.
+        instructions = (34 if backward else 8) * pairs * channels
+        numbers = (19 if backward else 7) * of_tokens
+    else:
+        return None
+    return max(instructions / (128 * clocks), numbers / numbers_per_second)
+
+
+def start_rows(case: Case, backward: bool, device: str,
+               compiled: bool) -> List[dict]:
     """Return a row without figures for each contestant."""
-    return [
+    rows = [
         dict(
             case._asdict(), direction=DIRECTIONS[backward], contestant=name)
         for name in CONTESTANTS[case.op]
+        if (name != 'compiled' or compiled) and (
+            name != 'graph' or device == 'cuda')
     ]
+    if device == 'cuda':
+        rows[0]['limit'] = find_limit(case, backward,
+                                      torch.cuda.get_device_properties())
+    return rows
 
 
 def measure(rows: List[dict], case: Case, backward: bool, device: str,
@@ -297,7 +393,7 @@ def print_head(op: str) -> None:
     print(f'\n{op}')
     print_line('', [
         'median', 'min', 'max', 'x ours', 'extra', 'working',
-        'residual' if op == 'inverse' else 'of inputs'
+        'residual' if op == 'inverse' else 'of inputs', 'limit'
     ])
     print_line('', ['ms', 'ms', 'ms', '', 'MiB', 'MiB'])
 
@@ -318,6 +414,8 @@ def print_rows(rows: List[dict]) -> None:
         cells += [f'{x / 2**20:.2f}' for x in memory]
         cells.append(f'{row["residual"]:.1e}' if row['op'] == 'inverse' else
                      f'{row["working_bytes"] / row["input_bytes"]:.2f}')
+        if row.get('limit') is not None:
+            cells.append(f'{row["limit"] / row["median"]:.0%}')
         print_line(row['contestant'], cells)
 
 
@@ -396,6 +494,10 @@ def parse_args() -> argparse.Namespace:
         'for detection, one of 800 x 1333; scaling goes up to a million '
         'tokens')
     parser.add_argument(
+        '--compile',
+        action='store_true',
+        help='also measure the reference under torch.compile')
+    parser.add_argument(
         '--quick',
         action='store_true',
         help='one round at one or two tiny sizes of each group, as a trial')
@@ -422,7 +524,8 @@ def main() -> None:
             print_head(op)
             for case, backward in product(
                     list_cases(op, args.sizes, args.quick), (False, True)):
-                measured = start_rows(case, backward)
+                measured = start_rows(case, backward, args.device,
+                                      args.compile)
                 rows += measured
                 try:
                     measure(measured, case, backward, args.device, dtype,

@@ -33,3 +33,8 @@ fi
 python tools/benchmark_ops.py --device cuda --sizes stages --rounds 5 \
   ${1:+--json "$1"}
 seconds table
+
+# Last, for compiling takes most of the time.
+python tools/benchmark_ops.py --device cuda --sizes stages --rounds 5 \
+  --ops attention --compile
+seconds 'table with the compiled reference'
