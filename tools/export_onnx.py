@@ -7,6 +7,7 @@ is compared with the model on another random input, of another batch or size
 where these may vary.
 """
 import argparse
+import copy
 from pathlib import Path
 from typing import Dict, Sequence, Tuple
 
@@ -59,11 +60,47 @@ def smallest_size(backbone: LaplacianFormer) -> Tuple[int, int]:
     sides = (backbone.min_size, ) * 2
     for i, blocks in enumerate(backbone.stages):
         attn = blocks[0].attn
-        if not attn.softmax and attn.landmark_ratio is None:
-            sides = tuple(
-                max(side, 4 * 2**i * cells + 1)
-                for side, cells in zip(sides, attn.landmark_grid))
+        if attn.softmax:
+            continue
+        if attn.landmark_ratio is not None:
+            cli.fail('--dynamic size needs landmark_grid, got landmark_ratio '
+                     f'{attn.landmark_ratio}: the number of landmarks would '
+                     'vary, which torch.export does not take')
+        sides = tuple(
+            max(side, 4 * 2**i * cells + 1)
+            for side, cells in zip(sides, attn.landmark_grid))
     return sides
+
+
+class RowwiseNorm(nn.Module):
+    """Group norm of one group, whose means are taken row by row.
+
+    onnxruntime adds up a whole map, of millions of values, in one float32.
+    """
+
+    def __init__(self, norm: nn.GroupNorm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - self.mean(x)
+        x = x * torch.rsqrt(self.mean(x.square()) + self.norm.eps)
+        return (x * self.norm.weight[:, None, None] +
+                self.norm.bias[:, None, None])
+
+    @staticmethod
+    def mean(x: Tensor) -> Tensor:
+        return x.mean(-1, keepdim=True).mean((1, 2), keepdim=True)
+
+
+def with_rowwise_norms(model: nn.Module) -> nn.Module:
+    """Return a copy of a model with such norms of the backbone's outputs."""
+    model = copy.deepcopy(model)
+    for name, norm in list(model.backbone.named_children()):
+        if (isinstance(norm, nn.GroupNorm) and norm.num_groups == 1
+                and norm.affine):
+            setattr(model.backbone, name, RowwiseNorm(norm))
+    return model.eval()
 
 
 def find_part(model: nn.Module, backbone: bool) -> nn.Module:
@@ -146,6 +183,7 @@ def main() -> None:
         cli.fail(f"{error}; pip install 'mmlaplace[export]' brings it")
     cfg = cli.load_config(args.config, args.cfg_options)
     init_default_scope(cfg.default_scope)
+    torch.manual_seed(0)
     model = MODELS.build(cfg.model).eval()
     if not isinstance(model.backbone, LaplacianFormer):
         cli.fail('the backbone must be LaplacianFormer, '
@@ -160,13 +198,13 @@ def main() -> None:
     if height < smallest[0] or width < smallest[1]:
         cli.fail(f'--shape must be {smallest[0]} x {smallest[1]} or more, '
                  f'got {height} x {width}')
-    torch.manual_seed(0)
     part = find_part(model, args.backbone)
     path = Path(args.out or f'{Path(args.config).stem}.onnx')
     if 'batch' in args.dynamic:
         batch = 2  # one would be taken for a constant
     try:
-        export(part, torch.randn(batch, 3, height, width),
+        export(find_part(with_rowwise_norms(model), args.backbone),
+               torch.randn(batch, 3, height, width),
                dynamic_dims(args.dynamic, smallest), path)
     except torch.onnx.OnnxExporterError as error:
         cli.fail(f'cannot export {args.config!r}: {explain(error)}')
