@@ -73,8 +73,9 @@ def test_gradcheck():
 
 
 @pytest.mark.usefixtures('native')
-def test_opcheck():
-    tokens = torch.randn(2, 5, 3, 8).requires_grad_()
+@pytest.mark.parametrize('dtype', [torch.float16, torch.float32], ids=str)
+def test_opcheck(dtype):
+    tokens = torch.randn(2, 5, 3, 8).to(dtype).requires_grad_()
     torch.library.opcheck(torch.ops.mmlaplace.rotary_embedding,
                           (tokens, make_table(5, 4, torch.float32), True))
 
