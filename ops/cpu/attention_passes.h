@@ -211,6 +211,7 @@ Tensor projection_gradient(const Inputs& inputs, const Tensor& output_grad) {
   const int64_t count = inputs.landmark_count(), stride = padded(count);
   const int64_t value_dims = grads.columns();
   const int64_t value_stride = padded(value_dims);
+  const bool whole_vectors = value_dims % 16 == 0;
   const Tensor partial = at::zeros(
       {chunks.count(), count + 1, value_dims},
       output_grad.options().dtype(c10::CppTypeToScalarType<T>::value));
@@ -230,15 +231,18 @@ Tensor projection_gradient(const Inputs& inputs, const Tensor& output_grad) {
         const int64_t rows = std::min(kTileRows, chunk.last - row);
         const T* const kernel = landmarks.kernel(
             queries.row(chunk.batch, row), queries.stride(), rows);
-        MMLAPLACE_SELECT(copy_rows<T>)(
-            grads.row(chunk.batch, row), grads.stride(), tile, value_stride,
-            rows, value_dims);
-        MMLAPLACE_SELECT(matmul<T>)(
-            kernel, 1, stride, tile, value_stride, product, value_stride,
-            count, rows, value_dims, T(1), product,
-            value_stride);
+        const T* const grad = grads.row(chunk.batch, row);
         MMLAPLACE_SELECT(sum_rows<T>)(
-            tile, value_stride, rows, value_dims, sums);
+            grad, grads.stride(), rows, value_dims, sums);
+        if (!whole_vectors) {
+          MMLAPLACE_SELECT(copy_rows<T>)(
+              grad, grads.stride(), tile, value_stride, rows, value_dims);
+        }
+        MMLAPLACE_SELECT(matmul<T>)(
+            kernel, 1, stride, whole_vectors ? grad : tile,
+            whole_vectors ? grads.stride() : value_stride, product,
+            value_stride, count, rows, value_dims, T(1), product,
+            value_stride);
         for (int64_t c = 0; c < value_dims; ++c) {
           total[c] += sums[c];
         }

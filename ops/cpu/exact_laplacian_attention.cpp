@@ -145,6 +145,7 @@ struct KeyGradients {
   Tensor values;
   Tensor variance;  // 2 / N times the gradient of sigma^2, of each key
   Tensor gain;      // in float64
+  Tensor projection_transposed;  // Y^T
 };
 
 // Second backward pass, over the keys, from what the first has found.
@@ -160,30 +161,42 @@ KeyGradients key_gradients(
   const KeyGradients result{
       at::empty(inputs.values.sizes(), inputs.values.options()),
       at::empty({batches, 1, num_keys}, inputs.values.options()),
-      at::empty({batches}, inputs.double_options())};
-  const Matrices<T> value_out(result.values), variance_out(result.variance);
+      at::empty({batches}, inputs.double_options()),
+      padded_matrices<T>(inputs, value_dims, num_keys)};
+  const Matrices<T> value_out(result.values), variance_out(result.variance),
+      projection_out(result.projection_transposed);
   at::parallel_for(0, batches, 1, [&](int64_t begin, int64_t end) {
     Scratch<T> scratch;
-    T* const weighted = scratch.allocate(kTileRows, stride);
+    T* const weighted = scratch.allocate(num_keys, stride);
     T* const centred = scratch.allocate(kTileRows, stride);
     T* const products = scratch.allocate(1, kTileRows);
-    T* const mean = scratch.allocate(1, stride);
+    T* const sums = scratch.allocate(1, stride);
+    T* const weighted_mean = scratch.allocate(1, stride);
+    T* const grad_mean = scratch.allocate(1, stride);
     T* const mean_grad = scratch.allocate(1, stride);
-    std::vector<double> sum(value_dims);
+    std::vector<double> weighted_sum(value_dims), grad_sum(value_dims);
     for (int64_t batch = begin; batch < end; ++batch) {
       const T factor = factors.data_ptr<double>()[batch];
       const T* const scales = key_scales.data_ptr<T>() + batch * num_keys;
+      std::fill(weighted_sum.begin(), weighted_sum.end(), 0);
+      std::fill(grad_sum.begin(), grad_sum.end(), 0);
+      MMLAPLACE_SELECT(scale_rows<T>)(
+          values[batch], values.stride(), scales, weighted, stride, num_keys,
+          value_dims, false);
       // Without whitening nothing is centred.
-      std::fill(sum.begin(), sum.end(), 0);
       for (int64_t row = 0; inputs.whiten && row < num_keys;
            row += kTileRows) {
+        const int64_t rows = std::min(kTileRows, num_keys - row);
         MMLAPLACE_SELECT(sum_rows<T>)(
-            grads.row(batch, row), grads.stride(),
-            std::min(kTileRows, num_keys - row), value_dims, mean);
-        add_to(sum, mean);
+            weighted + row * stride, stride, rows, value_dims, sums);
+        add_to(weighted_sum, sums);
+        MMLAPLACE_SELECT(sum_rows<T>)(
+            grads.row(batch, row), grads.stride(), rows, value_dims, sums);
+        add_to(grad_sum, sums);
       }
       for (int64_t c = 0; c < value_dims; ++c) {
-        mean[c] = sum[c] / num_keys;
+        weighted_mean[c] = weighted_sum[c] / num_keys;
+        grad_mean[c] = grad_sum[c] / num_keys;
         mean_grad[c] = grads.row(batch, num_keys)[c] / num_keys;
       }
       double gain_grad = 0;
@@ -193,12 +206,10 @@ KeyGradients key_gradients(
             grads.row(batch, row), grads.stride(), centred, stride, rows,
             value_dims);
         MMLAPLACE_SELECT(shift_and_scale<T>)(
-            centred, mean, T(1), stride, rows, value_dims);
-        MMLAPLACE_SELECT(scale_rows<T>)(
-            values.row(batch, row), values.stride(), scales + row, weighted,
-            stride, rows, value_dims, false);
+            centred, grad_mean, T(1), stride, rows, value_dims);
         MMLAPLACE_SELECT(row_products<T>)(
-            weighted, centred, stride, rows, value_dims, products);
+            weighted + row * stride, centred, stride, rows, value_dims,
+            products);
         for (int64_t i = 0; i < rows; ++i) {
           const T scale = scales[row + i];
           gain_grad += products[i];
@@ -212,25 +223,13 @@ KeyGradients key_gradients(
             value_out.row(batch, row), value_dims, rows, value_dims);
       }
       result.gain.data_ptr<double>()[batch] = gain_grad / num_keys;
+      MMLAPLACE_SELECT(shift_and_scale<T>)(
+          weighted, weighted_mean, factor, stride, num_keys, value_dims);
+      MMLAPLACE_SELECT(transpose<T>)(
+          weighted, stride, projection_out[batch], projection_out.stride(),
+          num_keys, value_dims);
     }
   });
-  return result;
-}
-
-template <typename T>
-Tensor transpose_rows(const Inputs& inputs, const Tensor& projection) {
-  const int64_t num_keys = inputs.values.size(-2);
-  const int64_t value_dims = inputs.values.size(-1);
-  const Tensor result = padded_matrices<T>(inputs, value_dims, num_keys);
-  const Matrices<T> in(projection), out(result);
-  at::parallel_for(
-      0, batch_size(inputs.keys), 1, [&](int64_t begin, int64_t end) {
-        for (int64_t batch = begin; batch < end; ++batch) {
-          MMLAPLACE_SELECT(transpose<T>)(
-              in[batch], in.stride(), out[batch], out.stride(), num_keys,
-              value_dims);
-        }
-      });
   return result;
 }
 
@@ -290,11 +289,9 @@ exact_laplacian_attention_backward(
         inputs, scales, factors,
         inputs.chunks(inputs.queries)
             .sum(projection_gradient<scalar_t>(inputs, output_grad)));
-    const auto projection =
-        std::get<0>(project<scalar_t>(inputs, scales, factors));
     const Matrices<scalar_t> means(mean), weights(key_side.variance);
     std::tie(query_grad, key_grad) = query_gradients<scalar_t>(
-        inputs, output_grad, transpose_rows<scalar_t>(inputs, projection),
+        inputs, output_grad, key_side.projection_transposed,
         [&](int64_t batch, const scalar_t* kernel, int64_t rows,
             scalar_t* kernel_grad, scalar_t*) {
           MMLAPLACE_SELECT(add_weighted_columns<scalar_t>)(
