@@ -60,18 +60,14 @@ struct Matrices {
 // Views a tensor so that `matrices` can describe it: (outer, inner, rows,
 // columns) with dense rows. It is copied where that takes more strides.
 inline Tensor arrange(const Tensor& tensor) {
-  const int64_t rows = tensor.size(-2), columns = tensor.size(-1);
   Tensor result = tensor;
-  if (tensor.stride(-1) != 1 && columns > 1) {
+  if (tensor.stride(-1) != 1 && tensor.size(-1) > 1) {
     result = result.contiguous();
   }
   while (result.dim() < 4) {
     result = result.unsqueeze(0);
   }
-  if (result.dim() > 4) {
-    result = result.reshape({-1, result.size(-3), rows, columns});
-  }
-  return result;
+  return result.flatten(0, -4);
 }
 
 // Of an arranged tensor, which has to outlive the launch.
@@ -158,7 +154,10 @@ __device__ __forceinline__ T warp_max(T value) {
 }
 
 // A part of a matrix for the tensor cores: in float32 as the sum of two TF32
-// numbers, which has nearly all of its bits.
+// numbers, which has nearly all of its bits. The large one is rounded to 10
+// bits behind the leading one, halves away from zero; what is left has 12 at
+// most, of which tensor cores ignore the last. Some NaN become a large zero,
+// but the small number is NaN then.
 template <typename T, int kSize>
 struct Fragment;
 
@@ -168,8 +167,9 @@ struct Fragment<float, kSize> {
   float small[kSize];
 
   __device__ __forceinline__ void set(int index, float value) {
-    large[index] = round_to_tf32(value);
-    small[index] = round_to_tf32(value - large[index]);
+    large[index] =
+        __uint_as_float((__float_as_uint(value) + 0x1000) & ~0x1fffu);
+    small[index] = value - large[index];
   }
 };
 

@@ -107,13 +107,6 @@ __device__ __forceinline__ void wait_for_copies() {
   __pipeline_wait_prior(kGroupsLeft);
 }
 
-// To 10 bits behind the leading one, halves away from zero.
-__device__ __forceinline__ float round_to_tf32(float value) {
-  unsigned bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
-  return __uint_as_float(bits);
-}
-
 // sum += left * right, of matrices of 16 x 8 and 8 x 8, by a warp. Of lane l,
 // with g = l / 4 and t = l % 4, the fragments hold the elements
 //   left (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)

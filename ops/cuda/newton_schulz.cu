@@ -195,6 +195,8 @@ struct Iteration {
   T largest;
   T norm;
 
+  // What it overwrites before its first barrier, no other thread has read
+  // since the last one: so a loop over matrices needs none between them.
   __device__ void load(const T* source, int64_t stride, T eps) {
     constexpr T kTiny = std::numeric_limits<T>::min();
     T* const loaded = symmetric ? error : matrix;
@@ -308,11 +310,10 @@ __global__ void __launch_bounds__(max_threads<kTiles>, 1)
       if (state.block.inside(row, column)) {
         const T value = state.inverse[state.block.place(row, column)] /
             state.norm / state.largest;
-        result[row * results.row_stride + column] = 
+        result[row * results.row_stride + column] =
             value > kLimit ? kLimit : value < -kLimit ? -kLimit : value;
       }
     });
-    __syncthreads();  // all have read the inverse
   }
 }
 
@@ -411,7 +412,7 @@ struct BackwardIteration {
     load_operand(history.inverse(step));
     block.template multiply<true>(operand, grad, strip);
     store(strip, product);
-    __syncthreads();
+    // A thread reads of the left what it has stored itself.
     block.template multiply<false, true>(product, operand, strip);
     subtract(strip);
     load_operand(history.error(step));
@@ -529,7 +530,6 @@ __global__ void __launch_bounds__(max_threads<kTiles>, 1)
             state.largest;
       }
     });
-    __syncthreads();  // all have read the buffers
   }
 }
 

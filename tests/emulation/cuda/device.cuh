@@ -50,6 +50,18 @@ T __shfl_xor_sync(
   return emulator::Values<T>(value, {file, line})[emulator::lane() ^ lanes];
 }
 
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+inline float __uint_as_float(unsigned bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
 namespace mmlaplace {
 
 struct DeviceGuard {
@@ -100,28 +112,12 @@ void wait_for_copies() {
   emulator::wait_for_copies(kGroupsLeft);
 }
 
-// To 10 bits behind the leading one, halves away from zero.
-inline float round_to_tf32(float value) {
-  if (!std::isfinite(value)) {
-    return value;
-  }
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  bits = (bits + 0x1000) & ~0x1fffu;
-  std::memcpy(&value, &bits, sizeof(bits));
-  return value;
-}
-
 // The product's factors as far as tensor cores read them.
 inline double read_by_mma(double value) {
   return value;
 }
 inline float read_by_mma(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  bits &= ~0x1fffu;
-  std::memcpy(&value, &bits, sizeof(bits));
-  return value;
+  return __uint_as_float(__float_as_uint(value) & ~0x1fffu);
 }
 
 template <typename T>
