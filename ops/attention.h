@@ -4,7 +4,10 @@
 
 #include "tensors.h"
 
-#include <ATen/ATen.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones_like.h>
+#include <c10/util/string_view.h>
 
 namespace mmlaplace {
 

@@ -2,12 +2,12 @@
 // tile and a block of landmarks is computed where it is needed and never
 // stored. ops/README.md derives the formulas; the names here are those of the
 // text. Products that no token takes part in are left to torch, in float64.
+#include "attention.h"
 #include "checks.h"
 #include "cuda/common.cuh"
 #include "cuda/laplacian_attention_tiles.cuh"
 #include "cuda/operators.cuh"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -608,28 +608,6 @@ Tensor cross_product(const Inputs& inputs, const Moments& key_stats) {
                        : key_stats.plain_product(inputs.keys.size(-2));
 }
 
-// The factor of the kernel sum, g / M, for each matrix.
-Tensor sum_factors(
-    const Inputs& inputs, const Tensor& gain, c10::string_view whitening) {
-  if (whitening == "literal") {
-    return at::ones({inputs.batches(), 1, 1}, inputs.double_options());
-  }
-  return gain.to(at::kDouble).reshape({inputs.batches(), 1, 1}) /
-      inputs.keys.size(-2);
-}
-
-// (..., N, e), whose memory holds the last of the leading dimensions, the
-// heads, within each token: they are then concatenated without a copy.
-Tensor empty_outputs(const Tensor& queries, int64_t value_dims) {
-  std::vector<int64_t> sizes = queries.sizes().vec();
-  sizes.back() = value_dims;
-  if (sizes.size() == 2) {
-    return at::empty(sizes, queries.options());
-  }
-  std::swap(sizes[sizes.size() - 3], sizes[sizes.size() - 2]);
-  return at::empty(sizes, queries.options()).transpose(-3, -2);
-}
-
 template <typename scalar_t>
 Tensor key_scales(const Inputs& inputs, const Tensor& form) {
   using T = compute_t<scalar_t>;
@@ -803,22 +781,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> laplacian_attention(
     key_rows = kernel_moments<scalar_t>(
         inputs, inputs.keys, inputs.values, factors);
     const Moments key_stats(key_rows, count, value_dims);
-    const Tensor projection = sum_factors(inputs, gain, whitening) *
+    const Tensor projection =
+        sum_factors(gain, whitening, keys.size(-2)).view({batches, 1, 1}) *
         x.matmul(cross_product(inputs, key_stats));
     compute_outputs<scalar_t>(
         inputs, inputs.narrow(projection),
         inputs.narrow(value_sum / keys.size(-2)), arrange(output));
   });
 
-  const auto unflatten = [&](const Tensor& tensor) {
-    std::vector<int64_t> sizes =
-        queries.sizes().slice(0, queries.dim() - 2).vec();
-    sizes.insert(sizes.end(), tensor.sizes().begin() + 1,
-                 tensor.sizes().end());
-    return tensor.view(sizes);
-  };
-  return {output, unflatten(scales), unflatten(inverse),
-          unflatten(query_rows), unflatten(at::cat({key_rows, value_sum}, 1))};
+  return {output, unflatten(scales, queries), unflatten(inverse, queries),
+          unflatten(query_rows, queries),
+          unflatten(at::cat({key_rows, value_sum}, 1), queries)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>
@@ -837,20 +810,12 @@ laplacian_attention_backward(
   const int64_t batches = inputs.batches();
   const int64_t count = inputs.landmark_count();
   const int64_t value_dims = values.size(-1);
-  // As the forward operator returned them.
-  const auto kept = [](const Tensor& tensor, at::ScalarType kept_type,
-                       at::IntArrayRef sizes) {
-    TORCH_CHECK(
-        tensor.scalar_type() == kept_type,
-        "laplacian_attention_backward needs what the forward operator "
-        "returned, got ", tensor.scalar_type());
-    return tensor.reshape(sizes).contiguous();
-  };
-  const Tensor x = kept(inverse, type, {batches, count, count});
-  const Tensor scales = kept(key_scales, type, {batches, keys.size(-2)});
-  const Tensor query_rows = kept(
+  const Tensor x = as_returned(inverse, type, {batches, count, count});
+  const Tensor scales =
+      as_returned(key_scales, type, {batches, keys.size(-2)});
+  const Tensor query_rows = as_returned(
       query_moments, at::kDouble, {batches, moment_elements(count, count)});
-  const Tensor key_rows = kept(
+  const Tensor key_rows = as_returned(
       key_moments, at::kDouble,
       {batches, moment_elements(count, value_dims) + value_dims});
 
@@ -859,7 +824,7 @@ laplacian_attention_backward(
   MMLAPLACE_DISPATCH(queries, "laplacian_attention_backward", [&] {
     gradients = all_gradients<scalar_t>(
         inputs, output_grad, scales, x, query_rows, key_rows,
-        sum_factors(inputs, gain, whitening));
+        sum_factors(gain, whitening, keys.size(-2)).view({batches, 1, 1}));
   });
   const Tensor points = inputs.landmarks.to(type).reshape(
       {batches, count, queries.size(-1)});
