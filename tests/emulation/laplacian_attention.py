@@ -10,6 +10,7 @@ from test_laplacian_attention import (
     attend,
     attention_example,
     entry_point,
+    plain_attention,
 )
 
 # Queries, keys, landmarks, channels and channels of values. A tile has 64
@@ -60,16 +61,49 @@ def test_more_work_than_blocks():
     assert_as_good_as_reference(inputs, weight)
 
 
+def test_more_moments_than_threads():
+    """Those of several chunks are merged by blocks of 256 threads."""
+    inputs, _ = attention_example((513, 1, 16, 1, 1), batch=(45, ))
+    torch.testing.assert_close(entry_point(*inputs), plain_attention(*inputs))
+
+
 def test_more_dimensions():
     inputs, weight = attention_example((5, 6, 3, 4, 2), batch=(2, 3, 1, 2))
     assert_as_good_as_reference(inputs, weight)
 
 
-def test_rows_far_apart(far_apart):
+@pytest.mark.parametrize('sizes', [(0, 5, 2, 3, 6), (4, 5, 2, 3, 0)], ids=str)
+def test_empty_of_more_dimensions(sizes):
+    inputs, weight = attention_example(sizes, batch=(2, 1, 2))
+    for found, expected in zip(
+            attend(entry_point, inputs, weight),
+            attend(plain_attention, inputs, weight)):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize('bits', [0x7fc00000, 0x7fffffff, -1], ids=hex)
+def test_every_nan_passes_the_tensor_cores(bits):
+    """Also those that overflow where a number is rounded to TF32."""
+    inputs, weight = attention_example((5, 6, 3, 4, 2), batch=(2, ))
+    inputs = [x.float() for x in inputs]
+    inputs[0].view(torch.int32)[0, 1, 2] = bits
+    output, *_ = attend(entry_point, inputs, weight.float(), whitening='none')
+    expected = torch.zeros(2, 5, 2, dtype=torch.bool)
+    expected[0, 1] = True
+    assert torch.equal(output.isnan(), expected)
+
+
+@pytest.mark.parametrize(
+    'sizes, batch, stride',
+    # Rows, tiles (of 32 tokens or landmarks) and chunks far apart.
+    [((5, 6, 3, 4, 2), (2, 2), 2**31), ((40, 35, 34, 4, 2), (1, ), 2**26),
+     ((530, 520, 3, 4, 2), (1, ), 2**23)], ids=str)
+def test_rows_far_apart(far_apart, sizes, batch, stride):
     """Offsets that 32 bits do not hold."""
-    (*tensors, gain), weight = attention_example((5, 6, 3, 4, 2), batch=(2, ))
-    assert_as_good_as_reference([*map(far_apart, tensors), gain],
-                                far_apart(weight))
+    (*tensors, gain), weight = attention_example(sizes, batch)
+    assert_as_good_as_reference(
+        [*(far_apart(x, stride) for x in tensors), gain],
+        far_apart(weight, stride))
 
 
 @pytest.mark.parametrize('whitening', ['scaled', 'none'])

@@ -12,7 +12,7 @@ from mmlaplace.ops import laplacian_kernel
 # and 64 channels; backward 512 points of the longer side, 64 of the shorter
 # (32 in float64) and 32 channels.
 SIZES = [(63, 64, 32), (64, 65, 33), (129, 66, 64), (66, 130, 65),
-         (257, 3, 131), (31, 33, 1), (513, 2, 3), (2, 513, 3)]
+         (257, 3, 131), (31, 33, 1), (33, 31, 12), (513, 2, 3), (2, 513, 3)]
 
 
 def example(sizes, dtype, batch=(2, )):
@@ -47,16 +47,30 @@ def test_aligned_rows_that_end_amid_a_vector(dtype):
         queries[..., :71], keys[..., :71], weight, scale=36.0)
 
 
-def test_offsets_beyond_32_bits(far_apart):
-    queries, keys, weight = example((3, 2, 5), torch.float16)
-    for place in range(3):
-        inputs = [queries, keys, weight]
-        inputs[place] = far_apart(inputs[place])
-        assert_equals_reference(*inputs, scale=4.0)
+@pytest.mark.parametrize('sizes', [(3, 2, 5), (9, 10, 5)], ids=str)
+def test_offsets_beyond_32_bits(far_apart, sizes):
+    inputs = example(sizes, torch.float16, (2, 2))
+    for place, tensor in enumerate(inputs):
+        assert_equals_reference(
+            *inputs[:place],
+            far_apart(tensor),
+            *inputs[place + 1:],
+            scale=4.0)
 
-    queries, keys, weight = example((260, 2, 1), torch.float16, ())
+    queries, keys, weight = inputs
+    result = laplacian_kernel(queries, keys, 4.0)
+    backward = torch.ops.mmlaplace.laplacian_kernel_backward
+    torch.testing.assert_close(
+        backward(weight, queries, keys, far_apart(result), 4.0),
+        backward(weight, queries, keys, result, 4.0),
+        rtol=0,
+        atol=0)
+
+
+def test_offsets_of_tiles_beyond_32_bits(far_apart):
+    queries, keys, weight = example((260, 70, 1), torch.float16, ())
     assert_equals_reference(
-        far_apart(queries, 2**24), keys, weight, scale=4.0)
+        far_apart(queries, 2**24), far_apart(keys, 2**26), weight, scale=4.0)
 
 
 def test_more_dimensions():
