@@ -190,16 +190,15 @@ class LaplacianAttention(BaseModule):
             tuple[Tensor]: Queries, keys and values, each
             ``(B, num_heads, height * width, embed_dims / num_heads)``.
         """
-        pairs, values = self.qkv(x).unflatten(
-            -1, (3, self.num_heads, self.head_dims)).split([2, 1], dim=2)
+        queries, keys, values = self.qkv(x).unflatten(
+            -1, (3, self.num_heads, self.head_dims)).unbind(2)
         if self.rope:
             if table is None:
                 table = rotary_table(size, self.head_dims, x)
-            # Of queries and keys together, as if these were more heads.
-            pairs = rotary_embedding(pairs.flatten(2, 3), table).unflatten(
-                2, (2, self.num_heads))
-        queries, keys = pairs.permute(2, 0, 3, 1, 4)
-        return queries, keys, values.squeeze(2).transpose(1, 2)
+            queries = rotary_embedding(queries, table)
+            keys = rotary_embedding(keys, table)
+        return tuple(
+            tokens.transpose(1, 2) for tokens in (queries, keys, values))
 
     def pool(self, queries: Tensor, keys: Tensor,
              size: Tuple[int, int]) -> Tuple[Optional[Tensor], ...]:
