@@ -227,6 +227,7 @@ def test_cuda_sources_count_in_a_cuda_build(cuda_sources):
 ])
 def test_cuda_is_built_for_cards_at_hand_or_named(
         cuda_sources, monkeypatch, cards, variable, device):
+    monkeypatch.setattr(build, 'find_compiler', lambda: ['c++'])
     monkeypatch.setattr(build, '_check_cuda', lambda: None)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: cards)
     monkeypatch.setenv('TORCH_CUDA_ARCH_LIST', variable)
