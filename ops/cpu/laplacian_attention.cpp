@@ -42,14 +42,9 @@ struct Moments {
       const T* other_right, const T* other_product, int64_t stride,
       bool symmetric = false) const {
     const double share = double(other_count) / (count + other_count);
-    for (int64_t i = 0; i < left_columns; ++i) {
-      const double shift = (other_left[i] - left_mean[i]) * share * count;
-      const int64_t end = symmetric ? i + 1 : right_columns;
-      for (int64_t j = 0; j < end; ++j) {
-        product[i * right_columns + j] += other_product[i * stride + j] +
-            shift * (other_right[j] - right_mean[j]);
-      }
-    }
+    MMLAPLACE_SELECT(merge_products<T>)(
+        other_product, stride, other_left, other_right, left_mean, right_mean,
+        share * count, product, left_columns, right_columns, symmetric);
     for (int64_t i = 0; i < left_columns; ++i) {
       left_mean[i] += (other_left[i] - left_mean[i]) * share;
     }
@@ -226,13 +221,10 @@ Tensor query_moments(const Inputs& inputs) {
         moments.merge(
             row - chunk.first, rows, mean, mean, scatter, stride, true);
       }
+      moments.mirror();
     }
   });
-  const Tensor result = merge_chunks(partial, chunks, count, count);
-  for (int64_t batch = 0; batch < chunks.batches(); ++batch) {
-    Moments(row_of(result, batch), count, count).mirror();
-  }
-  return result;
+  return merge_chunks(partial, chunks, count, count);
 }
 
 // The pass over the keys: their whitening scales D, the moments of C_k^T and

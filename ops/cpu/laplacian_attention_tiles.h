@@ -105,6 +105,24 @@ void centre(T* tile, int64_t stride, int64_t rows, int64_t columns, T* mean) {
   }
 }
 
+// product_ij += other_ij + weight * (other_left_i - left_mean_i)
+//     * (other_right_j - right_mean_j), of a symmetric one the lower triangle
+template <typename T>
+void merge_products(
+    const T* other, int64_t other_stride, const T* other_left,
+    const T* other_right, const double* left_mean, const double* right_mean,
+    double weight, double* product, int64_t rows, int64_t columns,
+    bool symmetric) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const double shift = (other_left[i] - left_mean[i]) * weight;
+    const int64_t end = symmetric ? i + 1 : columns;
+    for (int64_t j = 0; j < end; ++j) {
+      product[i * columns + j] += other[i * other_stride + j] +
+          shift * (other_right[j] - right_mean[j]);
+    }
+  }
+}
+
 // From the variances of keys, which are overwritten, to their scales.
 template <typename T>
 void whitening_scales(T* variances, int64_t count, T eps) {
