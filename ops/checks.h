@@ -103,12 +103,6 @@ inline void check_laplacian_attention(
       queries.sizes());
 }
 
-inline void check_exact_laplacian_attention(
-    const at::Tensor& queries, const at::Tensor& keys,
-    const at::Tensor& values, const at::Tensor& gain) {
-  check_laplacian_attention(queries, keys, values, keys, gain);
-}
-
 // What the backward operators take beside that.
 inline void check_laplacian_attention_grad(
     const at::Tensor& grad, const at::Tensor& queries,

@@ -17,7 +17,7 @@ Inputs make_inputs(
     const Tensor& queries, const Tensor& keys, const Tensor& values,
     const Tensor& gain, double scale, c10::string_view whitening,
     double eps) {
-  check_exact_laplacian_attention(queries, keys, values, gain);
+  check_laplacian_attention(queries, keys, values, keys, gain);
   const auto type = compute_type(queries);
   const Tensor points = keys.to(type);
   // At most about four chunks where there are as many queries as keys: each
