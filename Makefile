@@ -10,8 +10,8 @@ setup:  ## Create .venv with all that is needed (PYTHON=, MAX_JOBS=)
 demo: setup  ## Train, evaluate and try three small models
 	.venv/bin/python tools/quickstart.py
 
-test: setup  ## Run the tests
-	.venv/bin/python -m pytest tests
+test: setup  ## Run the tests, two files at a time
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests -n 2 --dist loadfile
 
 clean:  ## Remove .venv and all build products
 	rm -rf .venv build dist *.egg-info mmlaplace/.mim mmlaplace/_C*.so
