@@ -1,4 +1,6 @@
+import functools
 import os
+import shutil
 import subprocess
 import sys
 
@@ -6,6 +8,7 @@ import pytest
 import torch
 
 from mmlaplace.ops import backend as backend_module
+from mmlaplace.ops import build
 
 # Refuses operators without a deterministic form and fills memory that is
 # handed out uninitialized with NaN.
@@ -16,6 +19,26 @@ torch.manual_seed(0)
 DEVICE = os.environ.get('MMLAPLACE_TEST_DEVICE', 'cpu')
 if DEVICE != 'cpu':
     torch.set_default_device(DEVICE)
+
+
+@functools.lru_cache(None)
+def missing_for_compiling():
+    try:
+        build.check_machine(build.source_folder(), 'cpu')
+    except build.BuildError as error:
+        return str(error)
+    ninja = shutil.which('ninja', path=build.search_path())
+    return '' if ninja else 'no ninja'
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        'markers', 'needs_compiler: skipped where operators do not compile')
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker('needs_compiler') and missing_for_compiling():
+        pytest.skip(missing_for_compiling())
 
 
 @pytest.fixture(autouse=True)

@@ -81,6 +81,7 @@ def test_scaling(tmp_path):
         assert row['extra_bytes'] > kept - 2**19
 
 
+@pytest.mark.needs_compiler
 def test_compiled_reference(tmp_path):
     _, rows = run('--sizes', 'stages', '--ops', 'kernel', '--compile',
                   path=tmp_path / 'x.json')

@@ -51,19 +51,6 @@ print(torch.jit.trace(Sign(), x)(x).item())
 """
 
 
-def missing_for_compiling():
-    try:
-        build.check_machine(build.source_folder(), 'cpu')
-    except build.BuildError as error:
-        return str(error)
-    ninja = shutil.which('ninja', path=build.search_path())
-    return '' if ninja else 'no ninja'
-
-
-needs_compiler = pytest.mark.skipif(
-    bool(missing_for_compiling()), reason=missing_for_compiling())
-
-
 class Tree:
     """A checkout whose operators compile in an instant."""
 
@@ -356,7 +343,7 @@ def test_what_the_machine_lacks_is_told(fresh, sources, target, value, reason):
         build.check_machine(sources, 'cpu')
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_what_cuda_lacks_is_told(fresh, cuda_sources):
     fresh.setattr(torch.version, 'cuda', None)
     with pytest.raises(build.BuildError, match='was built without CUDA'):
@@ -367,7 +354,7 @@ def test_what_cuda_lacks_is_told(fresh, cuda_sources):
         build.check_machine(cuda_sources, 'cuda')
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_missing_ninja_is_told(fresh, sources):
     which = shutil.which
     fresh.setattr(shutil, 'which', lambda name, **options: None
@@ -376,7 +363,7 @@ def test_missing_ninja_is_told(fresh, sources):
         build.compile_at_first_use('cpu')
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_cache_that_cannot_be_written_is_told(fresh, sources, tmp_path):
     # A file in the way stops root too.
     (tmp_path / 'file').write_text('')
@@ -397,7 +384,7 @@ def test_cache_is_that_of_torch(tree):
     assert ours == theirs
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_home_that_cannot_be_written_is_told(tree):
     home = tree.write('home', '')  # a file stops root too
     variables = dict(HOME=str(home), XDG_CACHE_HOME=str(home / '.cache'))
@@ -409,7 +396,7 @@ def test_home_that_cannot_be_written_is_told(tree):
     assert printed.startswith('True')
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_compiler_error_is_told(fresh, sources, tmp_path):
     (sources / 'library.cpp').write_text('int nonsense = whatever;')
     before = dict(os.environ)
@@ -422,7 +409,7 @@ def test_compiler_error_is_told(fresh, sources, tmp_path):
     assert not list((tmp_path / 'cache').glob('*/build-*'))
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_compiled_operators_that_do_not_load_are_told(fresh, sources):
     (sources / 'library.cpp').write_text(
         f'{LIBRARY}\nvoid missing();\nvoid call() {{ missing(); }}')
@@ -430,7 +417,7 @@ def test_compiled_operators_that_do_not_load_are_told(fresh, sources):
         build.compile_at_first_use('cpu')
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_first_use_compiles_and_later_ones_load(tree):
     printed, complaint = tree.run('-c', USE)
     assert printed.startswith('True')
@@ -442,7 +429,7 @@ def test_first_use_compiles_and_later_ones_load(tree):
     assert complaint == ''
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_processes_that_start_together_compile_once(tree):
     processes = [tree.start('-c', USE) for _ in range(3)]
     ends = [process.communicate() for process in processes]
@@ -451,7 +438,7 @@ def test_processes_that_start_together_compile_once(tree):
     assert complaints.count('compiling') == 1
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_killed_compile_leaves_nothing_behind(tree):
     marker = tree.root / 'compiling'
     slow = tree.write('slow compiler', f"""#!/bin/sh
@@ -477,7 +464,7 @@ exec c++ "$@"
     assert not scratch.exists()
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_installed_operators_are_loaded_if_they_fit(tree):
     tree.run('-c', USE)
     binary = tree.install()
@@ -510,13 +497,13 @@ def test_installed_operators_that_do_not_load_are_passed_over(tree):
     assert '_C.so does not load: ' in complaint
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_choice_is_a_constant_to_compilers(tree):
     printed, _ = tree.run('-c', EXPORT)
     assert printed.split() == ['1.0'] * 3 + ['-1.0'], 'a trace is portable'
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_collect_env_tells_what_runs(tree):
     printed, _ = tree.run('-m', 'mmlaplace.collect_env')
     (binary, ) = tree.compiled()

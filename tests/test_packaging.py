@@ -35,18 +35,6 @@ print('imported', {module}.__name__)
 """
 
 
-def missing_for_compiling():
-    try:
-        build.check_machine(ROOT / 'ops', 'cpu')
-    except build.BuildError as error:
-        return str(error)
-    return ''
-
-
-needs_compiler = pytest.mark.skipif(
-    bool(missing_for_compiling()), reason=missing_for_compiling())
-
-
 def attempt(*command, mode='none', **kwargs):
     """Runs a command that may build the native operators."""
     command = [str(part) for part in command]
@@ -169,7 +157,7 @@ extern const char mmlaplace_build_tag[] =
     return fresh_source
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 @pytest.mark.parametrize('mode', ['auto', 'cpu'])
 def test_wheel_with_operators(tiny_source, tmp_path, mode):
     wheel = build_wheel(tiny_source, tmp_path / 'wheel', mode)
@@ -185,7 +173,7 @@ def test_wheel_with_operators(tiny_source, tmp_path, mode):
     assert build.read_tag(binary) == wanted
 
 
-@needs_compiler
+@pytest.mark.needs_compiler
 def test_editable_install_has_operators_in_place(tiny_source, tmp_path):
     call_backend('build_editable', tiny_source, tmp_path / 'wheel', mode='cpu')
     (binary, ) = (tiny_source / 'mmlaplace').glob('_C*.so')
@@ -215,7 +203,7 @@ def test_auto_needs_no_torch(fresh_source, wheel, tmp_path):
         'cpu',
         BROKEN_SOURCE,
         'MMLAPLACE_BUILD=cpu, but compiling failed',
-        marks=needs_compiler),
+        marks=pytest.mark.needs_compiler),
     ('cpu', NO_COMPILER, 'no C++ compiler was found'),
     ('cuda', '', 'no CUDA sources'),
 ], ids=['invalid', 'no-torch', 'broken', 'no-compiler', 'no-cuda'])

@@ -32,8 +32,11 @@ ORDINARY = {
         'refuse_what)',
 }
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != 'linux', reason='the emulator needs Linux')
+pytestmark = [
+    pytest.mark.needs_compiler,
+    pytest.mark.skipif(
+        sys.platform != 'linux', reason='the emulator needs Linux')
+]
 
 
 def run_emulated(*arguments):
