@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from mmlaplace.ops.backend import use_native
+
 pytest.importorskip('sklearn')
 pytest.importorskip('mmpretrain')
 pytest.importorskip('rich')
@@ -33,7 +35,10 @@ def test_errors_fall_with_iterations(tmp_path, monkeypatch, capsys):
     assert (few['iters'], many['iters']) == (5, 30)
     assert few['condition'] == many['condition'] > 100
     assert few['kernel'] == many['kernel'] > 0.01
+    # Plain torch has its moments in float32, the native operators in float64.
+    output = 1e-5 if use_native('cpu') else 1e-4
     for name, largest in dict(
-            residual=1e-3, inverse=1e-4, output=1e-4, gradient=1e-3).items():
+            residual=1e-3, inverse=1e-4, output=output,
+            gradient=1e-3).items():
         assert many[name] < largest
         assert few[name] > 100 * many[name]
